@@ -1,5 +1,5 @@
-"""The commands with stages in processes of their own: the same results, and one clear error for
-what cannot run there, with nothing left running."""
+"""The commands with stages in separate processes: the same results, clear errors, and no
+processes left running."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_run_in_processes_writes_what_a_run_inline_writes(tmp_path: Path) -> N
     status, _, err = run.finish()
     assert status == 0, err
     assert outputs_without_times(tmp_path / "apart") == outputs_without_times(tmp_path / "inline")
-    assert "[writer/0] " in err, "what workers log is shown here, with whose it is"
+    assert "[writer/0] " in err, "log lines of workers are shown with their stage"
     events = read_trace(tmp_path / "out.json")
     for stage in ("writer", "reader"):
         assert names_of(events, stage, "prompt-1")[-1] in ("step", "hit")
@@ -60,7 +60,7 @@ def test_a_kind_in_a_file_runs_in_processes(tmp_path: Path) -> None:
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
-    """For commands in this process: of what they start, the one that forks workers may stay."""
+    """Check that commands in this process leave at most the fork server running."""
 
     def running() -> set[int]:
         children = psutil.Process().children(recursive=True)
@@ -72,7 +72,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def is_fork_server(process: psutil.Process) -> bool:
-    """Whether workers are forked from it; it is a child of this process, and they are its own."""
+    """Return True for the child process that forks workers."""
     try:
         is_ours = process.ppid() == os.getpid()
         return is_ours and "stages.remote.fork_server" in " ".join(process.cmdline())
@@ -83,7 +83,7 @@ def is_fork_server(process: psutil.Process) -> bool:
 def test_ctrl_c_leaves_nothing_running(tmp_path: Path) -> None:
     lines = [
         {"prompt": PROMPT, "sampling": {"writer": {"max_tokens": number, "ignore_eos": True}}}
-        for number in (4, *[400] * 200)  # one that is done soon, and work for long after it
+        for number in (4, *[400] * 200)  # a short request, and long work after it
     ]
     write_requests(tmp_path, *lines)
     run = MarkedRun(

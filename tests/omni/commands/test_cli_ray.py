@@ -29,7 +29,7 @@ PROMPTS = ("--prompt", "Once upon a time", "--prompt", "Once upon a day")
 
 @pytest.fixture
 def short_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """For what a cluster writes: pytest's own folders have too long names for its sockets."""
+    """A folder for a cluster: names of pytest's folders are too long for its sockets."""
     folder = Path(tempfile.mkdtemp(prefix="o", dir="/tmp"))
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setenv("RAY_TMPDIR", str(folder))
@@ -39,7 +39,7 @@ def short_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def one_stage(tmp_path: Path) -> str:
-    """One actor is as good as two, and costs half."""
+    """A pipeline of one actor, which is cheaper than two."""
     stage = {
         "kind": "autoregressive",
         "model": "seeded:qwen2",
@@ -52,7 +52,7 @@ def one_stage(tmp_path: Path) -> str:
 
 @pytest.fixture
 def long_run(tmp_path: Path, one_stage: str) -> tuple[str, ...]:
-    """Arguments: the first request ends at once, and the others take a while."""
+    """Arguments of a run whose first request ends at once, before long ones."""
     lines = [
         {"prompt": "Hello", "sampling": {"writer": {"max_tokens": number, "ignore_eos": True}}}
         for number in (1, *[480] * 200)
@@ -79,14 +79,14 @@ def test_a_run_writes_what_a_run_inline_writes_and_leaves_nothing(
     )
     status, out, err = run.finish()
     assert status == 0, err
-    assert "ray" not in out.lower(), "Ray speaks to nobody"
+    assert "ray" not in out.lower(), "Ray prints nothing"
     assert outputs_without_times(tmp_path / "apart") == outputs_without_times(tmp_path / "inline")
-    assert "[writer/0] " in err, "what workers log is shown here, with whose it is"
+    assert "[writer/0] " in err, "log lines of workers are shown with their stage"
     run.check_nothing_left()
     assert not list(short_folder.iterdir())
 
 
-def test_whoever_is_killed_takes_the_cluster_along(
+def test_a_killed_run_stops_its_cluster(
     tmp_path: Path, long_run: tuple[str, ...], short_folder: Path
 ) -> None:
     run = MarkedRun(*long_run, folder=tmp_path)
@@ -109,7 +109,7 @@ def test_a_run_that_is_ended_leaves_nothing_in_the_cluster_that_it_joined(
     )
     wait_until_underway(run, tmp_path)
     pid = run.process.pid
-    assert ray_cluster.num_actors(pid) == 1, "it is this cluster that it is in"
+    assert ray_cluster.num_actors(pid) == 1, "it runs in this cluster"
     run.process.send_signal(how)
     status, _, err = run.finish()
     assert status == (130 if how is signal.SIGINT else -signal.SIGKILL), err
@@ -118,10 +118,10 @@ def test_a_run_that_is_ended_leaves_nothing_in_the_cluster_that_it_joined(
     wait_for(lambda: not ray_cluster.num_actors(pid))
 
 
-def test_an_address_of_something_else_that_speaks_grpc_is_one_error(
+def test_an_address_of_another_grpc_server_is_one_error(
     tmp_path: Path, ray_cluster: SessionCluster
 ) -> None:
-    """A node's own server, in the place of the cluster's."""
+    """The address of a node instead of the cluster."""
     (node, *_) = ray.nodes()
     address = f"127.0.0.1:{node['NodeManagerPort']}"
     run = MarkedRun(
@@ -137,10 +137,10 @@ def test_an_address_of_something_else_that_speaks_grpc_is_one_error(
     assert not ray_cluster.num_actors(run.process.pid)
 
 
-def test_tensors_cross_three_nodes_and_a_lost_one_is_missed_as_long_as_another_has_its_place(
+def test_tensors_cross_three_nodes_and_a_lost_node_is_missed_until_it_is_replaced(
     tmp_path: Path, ray_cluster: SessionCluster, short_folder: Path
 ) -> None:
-    """And speech streams across them, as inline, while its stages preempt, evict and abort."""
+    """Speech also streams across them while its stages preempt, evict and abort."""
     trace = tmp_path / "trace.json"
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.three_nodes", str(trace), ray_cluster.program],
@@ -157,7 +157,7 @@ def test_tensors_cross_three_nodes_and_a_lost_one_is_missed_as_long_as_another_h
         assert "each worker needs 1 CPU, 1 reader, and no node of the Ray cluster has that" in error
     events = read_trace(trace)
     steps = [names_of(events, process, None) for process in ("writer", "reader")]
-    assert all(steps), "stages are processes, whose steps are told"
+    assert all(steps), "the trace has the steps of both processes"
     transfers = [each for each in events if each["name"] == "transfer" and each["ph"] == "b"]
     assert max(each["args"]["bytes"] for each in transfers) > INLINE_BYTES
     assert {each["args"]["from"] for each in transfers} == {"writer"}

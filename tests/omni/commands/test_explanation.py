@@ -1,4 +1,4 @@
-"""The drawing of a pipeline's graph, and what is told of its memory."""
+"""The drawing of a pipeline's graph, its memory and its limits."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_every_edge_of_a_graph_is_drawn_sources_first() -> None:
     ]
 
 
-def test_an_edge_that_is_streamed_is_a_wave_with_its_chunk_size() -> None:
+def test_a_streamed_edge_is_a_wave_with_its_chunk_size() -> None:
     _, graph, legend, kinds = draw_graph(PipelineConfig.load("omni_speech")).split("\n\n")
     prompt, thinker, talker = graph.splitlines()
     assert "~" not in prompt
@@ -60,14 +60,14 @@ def test_an_edge_that_is_streamed_is_a_wave_with_its_chunk_size() -> None:
 
 
 @pytest.mark.usefixtures("checkpoint_cache")
-def test_the_weights_of_every_stage_that_speaks_are_told_alike() -> None:
+def test_the_weights_of_every_kind_of_stage_are_shown_alike() -> None:
     told = describe_memory(PipelineConfig.load("omni_speech"))
     weights = re.findall(r"^      weights +([\d.]+ [KM]iB) \(float32 on cpu\)$", told, re.M)
     assert len(weights) == 3
 
 
 @pytest.mark.usefixtures("checkpoint_cache")
-def test_the_memory_of_each_stage_is_told_by_its_kinds_of_layers() -> None:
+def test_the_memory_of_each_stage_is_shown_by_kind_of_layer() -> None:
     stages = {
         name: {"kind": "autoregressive", "model": f"seeded:{name}", "final_output": "text"}
         for name in ("qwen2", "gemma2", "jamba")
@@ -81,14 +81,14 @@ def test_the_memory_of_each_stage_is_told_by_its_kinds_of_layers() -> None:
 
 
 def limits_of(config: PipelineConfig) -> dict[str, str]:
-    """What is told of serving it: what sets a limit, with its value."""
+    """The limits of serving a pipeline, by flag or setting."""
     _, rows = describe_serving(config).split("\n\n")
     columns = [re.split(r" {2,}", line.strip()) for line in rows.splitlines()]
     return {how.partition(";")[0] if what != "fetching it" else what: value
             for what, value, how in columns}  # fmt: skip
 
 
-def test_what_a_server_takes_on_is_told_with_the_flags_that_change_it() -> None:
+def test_limits_of_a_server_are_shown_with_their_flags() -> None:
     config = PipelineConfig.load(
         "omni_speech", overrides={"stages.thinker.engine.media_limits.max_audio_s": 7}
     )
@@ -101,17 +101,17 @@ def test_what_a_server_takes_on_is_told_with_the_flags_that_change_it() -> None:
     assert told["--max-body-mib"] == "64.0 MiB"
     assert told["stages.thinker.engine.media_limits.max_audio_s"] == "7 s"
     assert told["stages.thinker.engine.media_limits.max_image_pixels"] == "33,554,432"
-    assert not any("talker" in each for each in told), "no user shows it anything"
+    assert not any("talker" in each for each in told), "it has no media of users"
 
 
-def test_no_limit_of_the_server_is_left_out() -> None:
+def test_every_limit_of_the_server_is_shown() -> None:
     _, rows = describe_serving(PipelineConfig.load("encode_then_generate")).split("\n\n")
     of_stages = sum("media_limits." in line for line in rows.splitlines())
-    # One of them follows from another.
+    # One of them is derived from another.
     assert len(rows.splitlines()) - of_stages == len(ServerLimits.model_fields) + 1
 
 
-def test_as_many_requests_run_at_once_as_all_replicas_of_all_stages_can() -> None:
+def test_the_request_limit_is_the_sum_over_all_replicas() -> None:
     config = PipelineConfig.load(
         "two_step",
         {

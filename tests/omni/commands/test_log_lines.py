@@ -1,4 +1,4 @@
-"""What is logged reaches the person at the terminal, in lines, and through one logger."""
+"""Log records are shown in the terminal as lines, through one logger."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from omni.commands.command import shown_log
 from tests.support.import_graph import LAYERS, ROOT, modules
 
 FOREIGN = {"transformers.configuration_utils", "transformers.modeling_rope_utils", "ray"}
-"""Loggers of others, which ours keeps quiet."""
+"""Loggers of other packages, which are silenced."""
 MAKERS = (
     Path(ROOT, "omni/commands/command.py"),
     Path(ROOT, "engine/interface/log_fields.py"),
     Path(ROOT, "stages/remote/worker_log.py"),
 )
-"""Files that are about loggers, and take them by any name below ``omni``."""
+"""Files that configure loggers of any name below ``omni``."""
 
 
 def loggers_outside(source: str, package: str) -> list[str]:
@@ -55,7 +55,7 @@ LEVELS = {-1: ["error"], 0: ["warning", "error"], 1: ["info", "warning", "error"
 
 
 @pytest.mark.parametrize("verbosity", [-1, 0, 1, 2])
-def test_more_is_told_the_more_is_asked_for(
+def test_more_is_logged_with_a_higher_verbosity(
     verbosity: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logger = logging.getLogger("omni.engine.anywhere")
@@ -69,7 +69,7 @@ def test_more_is_told_the_more_is_asked_for(
 
 
 @pytest.mark.parametrize("tracebacks", [False, True])
-def test_an_exception_is_a_line_unless_its_traceback_is_wanted(
+def test_an_exception_is_one_line_unless_tracebacks_are_on(
     tracebacks: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with shown_log(0, tracebacks=tracebacks):
@@ -84,7 +84,7 @@ def test_an_exception_is_a_line_unless_its_traceback_is_wanted(
         assert told == "error: request r failed: KeyError: 'k'\n"
 
 
-def test_the_logger_is_left_as_it_was() -> None:
+def test_the_logger_is_restored() -> None:
     logger = logging.getLogger("omni")
     before = (logger.level, logger.propagate, list(logger.handlers))
     with shown_log(2, tracebacks=False):
@@ -102,7 +102,7 @@ def test_the_logger_is_left_as_it_was() -> None:
         ({"request_id": "r"}, "[r] "),
     ],
 )
-def test_with_v_a_line_says_which_stage_and_request_it_is_about(
+def test_with_v_a_line_names_its_stage_and_request(
     fields: dict[str, object], place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logger = logging.getLogger("omni.x")

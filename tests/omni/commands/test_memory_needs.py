@@ -1,4 +1,4 @@
-"""What is told of memory before anything is loaded is what is held once it is."""
+"""Memory estimates before loading equal the memory in use after it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pipeline(kind: str, model: str, part: str | None, **engine: Any) -> Pipeline
 
 
 def held_by(config: PipelineConfig) -> tuple[int, int]:
-    """Bytes of weights and of pages in the engine of the one stage, once it is loaded."""
+    """Bytes of weights and pages in the loaded engine of the only stage."""
     with closing(Pipeline.from_config(config)) as loaded:
         engine: Any = loaded.stages["only"].engine  # type: ignore[attr-defined]
         plan = getattr(engine, "memory_plan", None)
@@ -52,7 +52,7 @@ def held_by(config: PipelineConfig) -> tuple[int, int]:
 
 @pytest.mark.usefixtures("checkpoint_cache")
 @pytest.mark.parametrize(("kind", "name", "part", "forms"), LOADED)
-def test_weights_and_pages_are_those_of_the_loaded_engine(
+def test_estimated_weights_and_pages_equal_those_of_the_loaded_engine(
     kind: str, name: str, part: str | None, forms: tuple[str, ...]
 ) -> None:
     known = estimate_stage(pipeline(kind, f"seeded:{name}", part).stages["only"])
@@ -74,7 +74,7 @@ def folder_of(form: str, source: str, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["GGUF", "GPTQ"])
-def test_a_file_that_is_quantized_is_told_as_it_will_be_held(
+def test_a_quantized_file_is_estimated_in_its_loaded_form(
     form: str, seeded: Callable[[str], str], tmp_path: Path
 ) -> None:
     config = pipeline("autoregressive", str(folder_of(form, seeded("qwen2"), tmp_path)), None)
@@ -112,7 +112,7 @@ def test_a_pipeline_fits_in_the_formats_that_are_small_enough(
 
 
 @pytest.mark.usefixtures("checkpoint_cache")
-def test_a_model_whose_config_is_not_here_is_named_and_the_others_are_told() -> None:
+def test_a_model_without_a_local_config_is_named_and_the_others_are_estimated() -> None:
     stages = {
         "far": {"kind": "autoregressive", "model": "nobody/has-this", "final_output": "text"},
         "near": {"kind": "autoregressive", "model": "seeded:qwen2", "final_output": "text"},
@@ -120,4 +120,4 @@ def test_a_model_whose_config_is_not_here_is_named_and_the_others_are_told() -> 
     told = describe_needs(PipelineConfig.model_validate({"name": "two", "stages": stages}))
     assert "far is left out: model 'nobody/has-this' is no folder here" in told
     assert len(re.findall(r"^  near ", told, re.M)) == len(FORMATS)
-    assert "fits" not in told, "of all of it, that is not known"
+    assert "fits" not in told, "the total is unknown"

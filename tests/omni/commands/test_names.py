@@ -1,4 +1,4 @@
-"""What a YAML file can name, listed and described: for people, editors and shells."""
+"""Names for YAML files: listed, described in a schema, and completed by shells."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES = {
 }
 
 
-def test_the_version_is_told() -> None:
+def test_the_version_is_printed() -> None:
     assert omni("--version", status=0).stdout == f"omni {version('omni-pipeline')}\n"
 
 
@@ -44,7 +44,7 @@ def test_everything_that_can_be_named_is_listed(what: str | None) -> None:
         assert set(names) <= listed if what in (sort, None) else not set(names) & listed
 
 
-def test_what_is_not_a_sort_of_names_is_an_error() -> None:
+def test_an_unknown_sort_of_names_is_an_error() -> None:
     assert "pipelines" in omni("list", "pipelins", status=2).stderr
 
 
@@ -57,7 +57,7 @@ def validator() -> Any:
 
 
 @pytest.mark.parametrize("name", shipped_configs())
-def test_every_shipped_pipeline_keeps_the_schema(name: str) -> None:
+def test_every_shipped_pipeline_matches_the_schema(name: str) -> None:
     text = Path(ROOT, "stage_configs", f"{name}.yaml").read_text("utf-8")
     validator().validate(yaml.safe_load(text))
     explained = omni("explain", name, "--no-load").stdout.split("Every setting:")[1]
@@ -99,12 +99,12 @@ def test_the_schema_finds_mistakes(mistake: str) -> None:
 
 
 @pytest.mark.parametrize("case", RIGHT)
-def test_the_schema_knows_what_may_stand_for_a_list(case: str) -> None:
+def test_the_schema_accepts_short_forms_of_lists(case: str) -> None:
     stage = {"kind": "encoder", "model": "m"} | yaml.safe_load(RIGHT[case])
     validator().validate({"name": "p", "stages": {"a": stage}})
 
 
-def test_the_schema_tells_what_keys_are_for() -> None:
+def test_the_schema_describes_every_key() -> None:
     schema = config_schema()
     described = {
         f"{name}.{key}": value.get("description")
@@ -121,7 +121,7 @@ def test_the_schema_tells_what_keys_are_for() -> None:
 
 
 def complete(typed: str) -> list[str]:
-    """What a shell is offered for a beginning of a command line."""
+    """The completions of an incomplete command line."""
     result = CliRunner().invoke(
         app,
         [],

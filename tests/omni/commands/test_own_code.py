@@ -1,4 +1,4 @@
-"""What of a pipeline is code: what lies beside its file and is named there, and nothing else."""
+"""Code of a pipeline: only what its file names and has next to it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CONSOLE = "import sys; from omni.commands.cli import app; sys.argv[0] = 'omni'; 
 
 @pytest.fixture
 def traces(tmp_path: Path) -> Path:
-    """A file in which every module that was run leaves its name."""
+    """A file to which every executed module writes its name."""
     return tmp_path / "traces.txt"
 
 
@@ -61,7 +61,7 @@ def call(folder: Path, *arguments: object, as_script: bool = False, **environmen
 
 
 def trap(folder: Path, traces: Path) -> None:
-    """Modules that libraries look for, or that hide what they need, if the folder is searched."""
+    """Create modules that shadow those of libraries if the folder is searched."""
     for name in ("tabulate", "typer", "yaml", "sitecustomize", "omni_stages", "wandb"):
         (folder / f"{name}.py").write_text(BOMB.format(str(traces)))
     about = folder / "trap-1.0.dist-info"
@@ -73,7 +73,7 @@ def trap(folder: Path, traces: Path) -> None:
     )
 
 
-def test_only_what_lies_beside_the_file_is_run_and_nothing_of_the_working_directory(
+def test_only_code_next_to_the_file_runs_and_none_of_the_working_directory(
     tmp_path: Path, traces: Path, seeded: Callable[[str], str]
 ) -> None:
     folder, here = tmp_path / "pipeline", tmp_path / "here"
@@ -92,7 +92,7 @@ def test_only_what_lies_beside_the_file_is_run_and_nothing_of_the_working_direct
     assert not traces.exists(), traces.read_text()
 
 
-def test_validate_runs_nobodys_code_and_says_so(tmp_path: Path, traces: Path) -> None:
+def test_validate_runs_no_code(tmp_path: Path, traces: Path) -> None:
     config, file = tmp_path / "mine.yaml", tmp_path / "my_transform.py"
     config.write_text(PIPELINE.format(model="seeded:qwen2", transform="my_transform:backwards"))
     file.write_text(BOMB.format(str(traces)) + BACKWARDS)
@@ -105,9 +105,11 @@ def test_validate_runs_nobodys_code_and_says_so(tmp_path: Path, traces: Path) ->
     assert "has no 'backwards'; did you mean 'backward'?" in done.stderr
 
 
-def test_what_is_no_transform_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
+def test_an_invalid_transform_is_refused_before_a_model_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "checkpoint").mkdir()
-    (tmp_path / "checkpoint/config.json").write_text("{}")  # no model, which would be told as well
+    (tmp_path / "checkpoint/config.json").write_text(
+        "{}"
+    )  # no model, which would be an error as well
     config, made = tmp_path / "mine.yaml", tmp_path / "here"
     config.write_text(PIPELINE.format(model="./checkpoint", transform="os:system"))
     done = omni("run", config, "--prompt", f"touch {made}", status=2)
@@ -115,7 +117,7 @@ def test_what_is_no_transform_is_refused_before_a_model_is_loaded(tmp_path: Path
     assert not made.exists()
 
 
-def test_the_working_directory_is_searched_if_it_is_asked_for(
+def test_the_working_directory_is_searched_if_pythonpath_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "my_transform.py").write_text(BACKWARDS)

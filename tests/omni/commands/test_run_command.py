@@ -1,4 +1,4 @@
-"""What ``omni run`` leaves behind however it ends, and what it says then; no model is run."""
+"""Files and messages of ``omni run`` after every kind of end, without models."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def raise_at(number: int, error: BaseException) -> Any:
     return staticmethod(before)
 
 
-def test_success_says_where_the_files_are(requests: Path, tmp_path: Path) -> None:
+def test_a_finished_run_prints_the_path_of_its_outputs(requests: Path, tmp_path: Path) -> None:
     result = omni("run", "two_step", "-i", requests, "-o", tmp_path / "out")
     assert result.exit_code == 1, "two of them failed"
     assert f"{tmp_path / 'out' / 'outputs.jsonl'}: 7 requests, 2 failed\n" in result.stderr
@@ -70,7 +70,7 @@ def test_success_says_where_the_files_are(requests: Path, tmp_path: Path) -> Non
     assert sorted(printed) == [line["request_id"] for line in lines]
 
 
-def test_an_interrupted_run_says_what_was_done_and_is_resumed(
+def test_an_interrupted_run_prints_its_progress_and_is_resumed(
     requests: Path, tmp_path: Path, scripted: type[ScriptedOmni]
 ) -> None:
     out = tmp_path / "out"
@@ -98,7 +98,7 @@ def test_an_interrupted_run_says_what_was_done_and_is_resumed(
 
     built = scripted.built
     result = omni(*command, "--resume")
-    assert result.exit_code == 1, "as when it ended"
+    assert result.exit_code == 1, "the status of the first run"
     assert "7 requests, 7 of them before, 2 failed" in result.stderr
     assert scripted.built == built, "there is nothing to run"
 
@@ -130,7 +130,7 @@ def test_sigterm_ends_a_run_like_an_interruption(
     assert signal.getsignal(signal.SIGTERM) is handler
 
 
-def test_without_a_folder_texts_come_as_they_end(
+def test_without_a_folder_texts_are_printed_as_they_finish(
     requests: Path, scripted: type[ScriptedOmni]
 ) -> None:
     scripted.before = raise_at(3, KeyboardInterrupt())
@@ -142,7 +142,7 @@ def test_without_a_folder_texts_come_as_they_end(
 
 
 @pytest.mark.parametrize("fails", [1, 2, 5])
-def test_a_full_disk_says_what_was_done_and_is_resumed(
+def test_a_full_disk_prints_the_progress_and_is_resumed(
     fails: int, requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "out"
@@ -173,7 +173,7 @@ def test_a_full_disk_says_what_was_done_and_is_resumed(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of files are POSIX's")
-def test_a_file_that_may_not_grow_is_named(requests: Path, tmp_path: Path) -> None:
+def test_a_file_above_the_size_limit_is_named(requests: Path, tmp_path: Path) -> None:
     """With a real limit: run.json does not fit, then the second line does not."""
     out = tmp_path / "out"
     command = ("run", "two_step", "-i", requests, "-o", out)
@@ -200,7 +200,7 @@ def test_a_file_that_may_not_grow_is_named(requests: Path, tmp_path: Path) -> No
         (["-o", "out", "--resume", "--overwrite"], "give one of them"),
     ],
 )
-def test_flags_that_say_nothing_are_told(flags: list[str], printed: str) -> None:
+def test_flags_without_an_effect_are_refused(flags: list[str], printed: str) -> None:
     assert printed in omni("run", "two_step", "-p", "x", *flags, status=2).stderr
 
 
@@ -215,7 +215,7 @@ stages.reader.sampling.max_tokens: 16 then, 3 now
 
 
 @pytest.mark.parametrize(("flags", "printed"), CHANGES)
-def test_something_else_is_not_resumed(flags: str, printed: str, tmp_path: Path) -> None:
+def test_a_different_run_is_not_resumed(flags: str, printed: str, tmp_path: Path) -> None:
     command = ("run", "two_step", "-p", "x", "-o", tmp_path)
     assert omni(*command).exit_code == 0
     assert omni(*command, "--resume").exit_code == 0
@@ -238,7 +238,7 @@ def test_the_standard_input_is_read_and_resumed(
     assert [line["request_id"] for line in read(tmp_path / "outputs.jsonl")] == ["line-1", "line-2"]
 
 
-def test_a_request_file_whose_name_is_no_utf8_runs_to_its_end(tmp_path: Path) -> None:
+def test_a_request_file_whose_name_is_not_utf8_runs_to_its_end(tmp_path: Path) -> None:
     path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/r\xff.jsonl"))
     path.write_text('{"prompt": "a"}\n{\n{"prompt": "b"}\n')
     omni("run", "two_step", "-i", path, "-o", tmp_path / "out", status=1)
@@ -247,7 +247,7 @@ def test_a_request_file_whose_name_is_no_utf8_runs_to_its_end(tmp_path: Path) ->
     assert "r\\udcff.jsonl:2:2: not valid JSON" in bad["error"]
 
 
-def test_letters_that_the_terminal_cannot_show_end_no_run(
+def test_characters_that_the_terminal_cannot_show_end_no_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     shown = io.BytesIO()
@@ -288,7 +288,7 @@ def test_the_bar_shows_what_is_left(
     assert "7/7" not in omni("run", "two_step", "-i", requests, "-q").stderr
 
 
-def test_a_run_that_is_killed_at_any_point_is_resumed_as_if_it_never_was(tmp_path: Path) -> None:
+def test_a_run_killed_at_any_point_is_resumed_to_the_same_outputs(tmp_path: Path) -> None:
     """With real kills; ``torture/killed_runs.py`` has random ones, over a real pipeline."""
     command = [sys.executable, "-m", "tests.support.killed_forks", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

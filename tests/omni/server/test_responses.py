@@ -1,4 +1,4 @@
-"""``/v1/responses``, as the official client has it."""
+"""``/v1/responses`` by the official client."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def chat(client: openai.OpenAI, messages: list[Any], **more: Any) -> Any:
 
 
 def checked(response: Response) -> Response:
-    """The response, if it is as OpenAI's types have it."""
+    """Check a response against OpenAI's types and return it."""
     Response.model_validate(response.model_dump(), strict=False)
     return response
 
 
-def test_a_response_is_the_answer_to_a_chat(client: openai.OpenAI) -> None:
+def test_a_response_equals_the_answer_of_a_chat(client: openai.OpenAI) -> None:
     response = checked(
         client.responses.create(input=QUESTION, instructions="You count clocks.", **ASKED)
     )
@@ -119,7 +119,7 @@ def test_items_are_messages(client: openai.OpenAI) -> None:
         },
     ],
 )
-def test_events_add_up_to_the_response(client: openai.OpenAI, more: dict[str, Any]) -> None:
+def test_events_accumulate_to_the_response(client: openai.OpenAI, more: dict[str, Any]) -> None:
     asked: Any = (
         ASKED | {"input": QUESTION, "extra_body": {"stages": {"writer": {"seed": 3}}}} | more
     )
@@ -150,7 +150,7 @@ def test_events_add_up_to_the_response(client: openai.OpenAI, more: dict[str, An
             jsonschema.validate(json.loads(item.arguments), ADD["parameters"])
 
 
-def test_a_conversation_goes_on_by_its_id(client: openai.OpenAI) -> None:
+def test_a_conversation_continues_by_its_id(client: openai.OpenAI) -> None:
     required: Any = ASKED | {"tools": [ADD], "max_output_tokens": 100}
     first = client.responses.create(
         input=QUESTION, tool_choice={"type": "function", "name": "add"}, **required
@@ -172,7 +172,7 @@ def test_a_conversation_goes_on_by_its_id(client: openai.OpenAI) -> None:
         client.responses.retrieve(first.id)
 
 
-def test_what_is_not_stored_is_not_found(client: openai.OpenAI) -> None:
+def test_a_response_that_is_not_stored_is_not_found(client: openai.OpenAI) -> None:
     response = client.responses.create(input=QUESTION, store=False, **ASKED)
     with pytest.raises(openai.BadRequestError, match="no response .* is kept") as caught:
         client.responses.create(input="And?", previous_response_id=response.id, **ASKED)
@@ -180,14 +180,14 @@ def test_what_is_not_stored_is_not_found(client: openai.OpenAI) -> None:
     assert caught.value.code == "previous_response_not_found"
 
 
-def test_the_client_parses_a_form(client: openai.OpenAI) -> None:
+def test_the_client_parses_structured_output(client: openai.OpenAI) -> None:
     parsed = client.responses.parse(
         model="chat", input=QUESTION, text_format=Day, max_output_tokens=40, temperature=0.0
     )
     assert isinstance(parsed.output_parsed, Day)
 
 
-def test_what_was_asked_for_is_returned(client: openai.OpenAI) -> None:
+def test_the_options_of_a_request_are_returned(client: openai.OpenAI) -> None:
     schema: Any = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}
     form: Any = {"type": "json_schema", "name": "one", "strict": True, "schema": schema}
     response = client.responses.create(
@@ -226,7 +226,7 @@ def test_what_was_asked_for_is_returned(client: openai.OpenAI) -> None:
         ({"instrctions": "x"}, "instrctions", "did you mean 'instructions'?"),
     ],
 )
-def test_a_mistake_is_named(
+def test_a_mistake_is_reported_with_its_field(
     client: openai.OpenAI, wrong: dict[str, Any], param: str, message: str
 ) -> None:
     for stream in (False, True):

@@ -1,4 +1,4 @@
-"""A stage's worker that dies under load: the server stays up, and `/health` says what happened."""
+"""Workers that die under load: the server stays up, and `/health` reports the reason."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def served(max_retries: int, kind: str = "processes") -> PipelineConfig:
 
 @pytest.fixture(scope="module")
 def unforgiving(checkpoint_cache: object) -> Iterator[LiveServer]:
-    """Runs nothing again; the last test here leaves it without a worker."""
+    """A server without retries; the last test leaves it without a worker."""
     with LiveServer([served(max_retries=0)]) as running:
         yield running
 
@@ -76,7 +76,7 @@ def writer_of(told: Any) -> dict[str, Any]:
 
 
 def refused(server: LiveServer, told: str) -> tuple[str | None, str | None]:
-    """The code with which a request is not taken, and after how long it may come again."""
+    """The error code of a refused request, and its Retry-After."""
     with pytest.raises(openai.InternalServerError, match=f"stage 'writer': .*{told}") as caught:
         server.client().completions.create(model="chat", prompt="Hello")
     assert (caught.value.status_code, caught.value.type) == (503, "server_error")
@@ -88,7 +88,7 @@ def refused(server: LiveServer, told: str) -> tuple[str | None, str | None]:
     # Inline is one worker for all stages, as ``omni serve`` runs them.
     [("inline", "was killed by"), ("processes", "was killed by SIGKILL"), ("ray", "died (")],
 )
-def test_streams_go_on_where_they_were_when_their_worker_is_killed(
+def test_streams_continue_after_their_worker_is_killed(
     kind: str, told_of: str, request: pytest.FixtureRequest
 ) -> None:
     if kind == "ray":  # one for all
@@ -106,8 +106,8 @@ def test_streams_go_on_where_they_were_when_their_worker_is_killed(
             begun.acquire()
             kill_worker(server)
             assert [stream.result() for stream in streams] == whole
-        # It may have said all before it died: then its end is heard of later, and the next
-        # worker is still being started, during which the pipeline is ready all the same.
+        # The worker may finish its answers before it dies. Then its death is noticed later, while
+        # the next worker still starts; the pipeline is ready during that time.
         wait_for(lambda: writer_of(health(server)[1])["num_restarts"] == 1)
         wait_for(lambda: writer_of(health(server)[1])["state"] == "up")
         status, told = health(server)
@@ -123,7 +123,7 @@ def test_streams_go_on_where_they_were_when_their_worker_is_killed(
         server.check_nothing_is_left()
 
 
-def test_without_retries_those_in_the_worker_fail_alone(unforgiving: LiveServer) -> None:
+def test_without_retries_only_requests_of_the_killed_worker_fail(unforgiving: LiveServer) -> None:
     begun = threading.Semaphore(0)
     with ThreadPoolExecutor() as pool:
         stream = pool.submit(lambda: list(pieces(unforgiving, PROMPTS[0], begun, 1800)))
@@ -138,7 +138,7 @@ def test_without_retries_those_in_the_worker_fail_alone(unforgiving: LiveServer)
     unforgiving.check_nothing_is_left()
 
 
-def test_a_stage_that_waits_for_a_place_is_told_by_health_until_it_has_one(
+def test_health_reports_a_stage_that_waits_for_a_node(
     unforgiving: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = unforgiving.omni().pipeline.stages["writer"]
@@ -159,7 +159,7 @@ def test_a_stage_that_waits_for_a_place_is_told_by_health_until_it_has_one(
         assert writer_of(told)["state"] == "waiting"
         expected = ("stage_waiting", "5")
         assert refused(unforgiving, "until there is a place for it") == expected
-        # Also one that has come in before, and whose turn it is now.
+        # Also a request that was accepted before and is admitted now.
         meanwhile.setattr(ServedPipeline, "check_room", lambda *_: None)
         assert refused(unforgiving, "until there is a place for it") == expected
     wait_for(lambda: health(unforgiving)[0] == 200)
@@ -167,7 +167,7 @@ def test_a_stage_that_waits_for_a_place_is_told_by_health_until_it_has_one(
     assert answer.choices[0].text
 
 
-def test_a_worker_that_is_started_again_is_told_by_health_until_it_is_up(
+def test_health_reports_a_worker_until_it_has_restarted(
     unforgiving: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stage = unforgiving.omni().pipeline.stages["writer"]
@@ -196,7 +196,7 @@ def test_a_worker_that_is_started_again_is_told_by_health_until_it_is_up(
     assert health(unforgiving)[1]["pipelines"]["chat"]["error"] is None
 
 
-def test_a_stage_that_will_never_be_back_is_told_by_health(
+def test_health_reports_a_stage_that_is_down(
     unforgiving: LiveServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "MAX_STARTS", 0)  # a finished request sets the count to 0
