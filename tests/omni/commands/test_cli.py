@@ -29,7 +29,7 @@ OFFLINE = [
         for stage in PipelineConfig.load(name).stages.values()
     )
 ]
-# The demo runs and verifies that one, by voice, and what it suggests does by text: test_demo.py.
+# test_demo.py runs and verifies this one by voice and by text.
 SHOWN = {"spoken_sums"}
 SHORT = [
     f"--set=stages.{stage}.sampling.max_tokens={number}"
@@ -39,13 +39,13 @@ SHORT = [
 
 @pytest.fixture(autouse=True)
 def _checkpoints(checkpoint_cache: Path) -> None:
-    """``seeded:`` models are built once for all tests, and nothing outside is touched."""
+    """Build ``seeded:`` models once for all tests, in the tests' cache."""
 
 
 @pytest.mark.parametrize(
     ("model", "shown"), [("llava", "See <image>"), ("gemma3_vision", "See <start_of_image>")]
 )
-def test_run_shows_images_to_a_model_that_sees_them(model: str, shown: str, tmp_path: Path) -> None:
+def test_run_sends_images_to_a_model_with_images(model: str, shown: str, tmp_path: Path) -> None:
     image = tmp_path / "a.png"
     Image.new("RGB", (60, 40), "teal").save(image)
     run = ["run", "two_step", "--set", f"stages.writer.model=seeded:{model}", "--image", image]
@@ -55,8 +55,8 @@ def test_run_shows_images_to_a_model_that_sees_them(model: str, shown: str, tmp_
 
 
 def test_run_prints_every_final_stages_text_and_a_summary() -> None:
-    result = omni("run", "two_step", "-p", "A quick brown fox", "-p", "Once upon a time", *SHORT)
-    assert result.exit_code == 0, result.stderr
+    prompts = ("-p", "A quick brown fox", "-p", "Once upon a time")
+    result = omni("run", "two_step", *prompts, *SHORT, status=0)
     lines = result.stdout.splitlines()
     for number in (1, 2):
         start = lines.index(f"=== prompt-{number}")
@@ -66,13 +66,13 @@ def test_run_prints_every_final_stages_text_and_a_summary() -> None:
     assert "hit tokens" in result.stderr
 
 
-def test_quiet_prints_nothing_but_the_texts() -> None:
+def test_quiet_prints_only_the_texts() -> None:
     result = omni("run", "two_step", "-p", "A quick brown fox", *SHORT, "--quiet", status=0)
     assert result.stderr == ""
     assert result.stdout.startswith("=== prompt-1\n--- writer\n")
 
 
-def test_run_writes_the_outputs_of_good_requests_beside_bad_ones(
+def test_run_writes_the_outputs_of_good_and_bad_requests(
     tmp_path: Path, qwen2_checkpoint: str
 ) -> None:
     save_file({"embeds": torch.zeros(2, 63)}, tmp_path / "narrow.safetensors")
@@ -103,10 +103,8 @@ def test_run_writes_the_outputs_of_good_requests_beside_bad_ones(
     assert "requests.jsonl:2: sampling.writr: unknown stage; did you mean 'writer'?" in errors[1]
     assert "requests.jsonl:3:2: not valid JSON" in errors[2]
     assert "'text' is already used on line 1" in errors[4]
-    assert "2000" in errors[5]
-    assert "1024" in errors[5]
-    assert "63" in errors[6]
-    assert "64" in errors[6]
+    assert "2000" in errors[5] and "1024" in errors[5]
+    assert "63" in errors[6] and "64" in errors[6]
     assert all(error.splitlines()[0] in result.stderr for error in errors.values())
     for number, num_tokens in ((0, 4), (3, 1), (7, 4)):
         writer = lines[number]["stages"]["writer"]
@@ -120,11 +118,9 @@ def test_run_writes_the_outputs_of_good_requests_beside_bad_ones(
         )
 
 
-def test_tensors_are_written_where_the_lines_say(tmp_path: Path) -> None:
-    result = omni(
-        "run", "encode_then_generate", "-p", "a quick brown fox", "-o", tmp_path, "-q"
-    )  # fmt: skip
-    assert result.exit_code == 0, result.stderr
+def test_tensors_are_written_to_the_files_of_the_lines(tmp_path: Path) -> None:
+    prompt = ("-p", "a quick brown fox")
+    omni("run", "encode_then_generate", *prompt, "-o", tmp_path, "-q", status=0)
     (line,) = read_outputs(tmp_path)
     encoder, generator = line["stages"]["encoder"], line["stages"]["generator"]
     loaded = {name: load_file(tmp_path / file)[name] for name, file in encoder["tensors"].items()}
@@ -135,7 +131,7 @@ def test_tensors_are_written_where_the_lines_say(tmp_path: Path) -> None:
     assert "text" not in encoder
 
 
-def test_an_encoders_prompts_for_a_decoder_only_model_fail_alone(tmp_path: Path) -> None:
+def test_prompts_of_an_encoder_fail_alone_for_a_decoder_only_model(tmp_path: Path) -> None:
     (tmp_path / "a.wav").touch()
     requests = write_requests(
         tmp_path,
@@ -149,17 +145,17 @@ def test_an_encoders_prompts_for_a_decoder_only_model_fail_alone(tmp_path: Path)
         assert f"{name}: error: stage 'writer'" in result.stderr
     assert "this model has no encoder beside its decoder" in result.stderr
     assert "this model reads text and takes no sound" in result.stderr
-    result = omni("run", "two_step", "--encoder-prompt", "a", "--decoder-prompt", "b", "-q", *SHORT)
-    assert result.exit_code == 1
+    pair = ("--encoder-prompt", "a", "--decoder-prompt", "b")
+    result = omni("run", "two_step", *pair, "-q", *SHORT, status=1)
     assert result.stderr.count("this model has no encoder beside its decoder") == 1
 
 
 def inputs_of(name: str, folder: Path) -> list[str | Path]:
-    """Two inputs, as flags, of the kind that a shipped pipeline begins with."""
+    """Flags of two inputs for a shipped pipeline."""
     if name == "transcribe_then_summarize":
         files = [write_wav(folder / f"{hz}.wav", tone(0.8, hz)) for hz in (300.0, 500.0)]
         return ["--audio", files[0], "--audio", files[1], "--language", "en"]
-    if name == "qwen3_omni_seeded":  # whose talker speaks an assistant's turn
+    if name == "qwen3_omni_seeded":  # its talker needs a turn of the assistant
         return ["--chat", "a quick brown fox", "--chat", "a quick brown dog"]
     prompt = "a quick brown fox jumps over the lazy dog, and the dog sleeps on in the rain"
     return ["-p", prompt, "-p", prompt + ". Why?"]
@@ -172,9 +168,9 @@ def test_verify_finds_every_shipped_config_equal(name: str, tmp_path: Path) -> N
 
 
 def test_speech_becomes_text_and_the_text_a_summary(tmp_path: Path) -> None:
-    """By line and by flag; a request for another language, or of another kind, stands alone."""
+    """By line and by flag; requests in another language or form are independent."""
     sound = write_wav(tmp_path / "a.wav", tone(1.0))
-    # Longer than the window, and of another rate.
+    # Longer than the window, with another sampling rate.
     soundfile.write(tmp_path / "long.mp3", np.concatenate([tone(1.3), tone(1.2, 900.0)]), 22_050)
     requests = write_requests(
         tmp_path,
@@ -212,7 +208,7 @@ def test_speech_becomes_text_and_the_text_a_summary(tmp_path: Path) -> None:
 
 
 def test_verify_exits_with_1_when_a_cached_row_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The row is planted after the run that fills the caches, before the one that hits them."""
+    """The row is changed between the run that fills the caches and the one with hits."""
     real = verification._run
     cached_runs: list[Any] = []
 
@@ -245,8 +241,8 @@ def test_verify_exits_with_1_when_a_request_fails_in_every_run(tmp_path: Path) -
     assert "failed without caching, not compared: request 'long'" in result.stdout
 
 
-def test_verify_exits_with_3_when_nothing_was_hit() -> None:
-    """A prompt of less than a block, and outputs that are none either."""
+def test_verify_exits_with_3_without_cache_hits() -> None:
+    """A prompt and outputs shorter than a block."""
     result = omni("verify", "two_step", "-p", "Hi", *SHORT, status=3)
     assert result.output.startswith("NOTHING WAS PROVEN")
 
@@ -290,14 +286,14 @@ def test_explain_shows_the_graph_before_it_fails_to_load(tmp_path: Path) -> None
     assert str(tmp_path) in result.stderr
 
 
-def test_explain_can_leave_the_models_alone() -> None:
+def test_explain_can_skip_loading_models() -> None:
     result = omni("explain", "two_step", "--no-load", "--set", "stages.writer.model=some/hub-id")
     assert result.exit_code == 0
     assert "writer  autoregressive  some/hub-id" in result.stdout
     assert "Resolved and reserved" not in result.stdout
 
 
-def test_validate_checks_the_requests_too(tmp_path: Path) -> None:
+def test_validate_checks_requests(tmp_path: Path) -> None:
     good = write_requests(tmp_path, {"prompt": "x"})
     assert omni("validate", "two_step", "--input", good).exit_code == 0
     bad = write_requests(tmp_path, {"prompt": "x"}, {"promt": "x"}, "{")

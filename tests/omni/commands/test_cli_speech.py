@@ -1,4 +1,4 @@
-"""``omni`` on a pipeline that hears, sees and speaks: text and sound out, by voice, in files."""
+"""``omni`` on pipelines with sound, images, video and speech."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from PIL import Image
-from typer.testing import CliRunner
 
 from engine import (
     AudioPrompt,
@@ -23,12 +22,11 @@ from engine import (
     TextPrompt,
     VideoPrompt,
 )
-from omni.commands.cli import app
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.requests.request import OmniRequest
 from omni.requests.request_file import RequestError, read_requests
 from stages import AutoregressiveStageConfig, EncoderStageConfig
-from tests.support.command_line import omni, read_outputs
+from tests.support.command_line import omni, read_outputs, write_requests
 from tests.support.encoder_decoder_requests import tone, write_wav
 from tests.support.published_layout import publish_on_hub
 from tests.support.tables import rows
@@ -63,20 +61,19 @@ def samples(file: Path) -> NDArray[np.int32]:
 
 
 def same(left: NDArray[np.int32], right: NDArray[np.int32]) -> bool:
-    """Whether two sounds are one, but for the rounding of their last bit."""
+    """Return True if two sounds are equal up to rounding of the last bit."""
     return left.shape == right.shape and bool((abs(left - right) <= 1).all())
 
 
-def test_text_and_sound_come_out_of_voice_and_image(tmp_path: Path, shown: list[str]) -> None:
+def test_voice_and_image_become_text_and_sound(tmp_path: Path, shown: list[str]) -> None:
     heard = {}
     for speaker in ("Chelsie", "Ethan"):
         out = tmp_path / speaker
-        result = omni("run", "omni_speech", "-p", HEARS_AND_SEES, *shown, *SHORT, "-o", out, "-q",
-                      "--speaker", speaker)  # fmt: skip
-        assert result.exit_code == 0, result.stderr
+        omni("run", "omni_speech", "-p", HEARS_AND_SEES, *shown, *SHORT, "-o", out, "-q",
+             "--speaker", speaker, status=0)  # fmt: skip
         (line,) = stages(out)
         assert line["thinker"]["text"] and line["thinker"]["num_prompt_tokens"] > 15
-        assert set(line) == {"thinker", "code2wav"}, "of the talker nothing is final"
+        assert set(line) == {"thinker", "code2wav"}, "no output of the talker is final"
         assert line["code2wav"]["audio"] == "audio/prompt-1/code2wav.wav"
         heard[speaker] = line["thinker"]["text"], samples(out / line["code2wav"]["audio"])
         num_codes = line["code2wav"]["num_prompt_tokens"]
@@ -89,37 +86,31 @@ def test_text_and_sound_come_out_of_voice_and_image(tmp_path: Path, shown: list[
 def test_a_line_may_name_its_own_speaker_and_a_wrong_one_fails_alone(tmp_path: Path) -> None:
     lines = [{"prompt": "Say it."} | voice for voice in (
         {}, {"speaker": "Chelsie"}, {"speaker": "Ethan"}, {"speaker": "Ehan"})]  # fmt: skip
-    requests = tmp_path / "requests.jsonl"
-    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    requests = write_requests(tmp_path, *lines)
     result = omni("run", "omni_speech", "-i", requests, *SHORT, "-o", tmp_path, "-q",
-                  "--speaker", "Ethan")  # fmt: skip
-    assert result.exit_code == 1
+                  "--speaker", "Ethan", status=1)  # fmt: skip
     assert "did you mean 'Ethan'?" in result.stderr
     *spoken, failed = stages(tmp_path)
     assert failed == {}
     default, chelsie, ethan = (samples(tmp_path / each["code2wav"]["audio"]) for each in spoken)
-    assert same(default, ethan), "where a line does not say, the flag does"
+    assert same(default, ethan), "the flag is the default of a line"
     assert not same(chelsie, ethan)
 
 
-def test_a_chat_says_and_shows_what_a_file_of_requests_does_in_messages(
-    tmp_path: Path, shown: list[str]
-) -> None:
+def test_a_chat_flag_equals_messages_of_a_request_file(tmp_path: Path, shown: list[str]) -> None:
     parts = [{"type": "image"}, {"type": "audio"}, {"type": "text", "text": "What?"}]
     files = {"images": ["a.png"], "audio": ["a.wav"]}
-    requests = tmp_path / "requests.jsonl"
     lines = [
         {"prompt": [{"role": "user", "content": parts}], **files},
         {"prompt": "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
          "<|vision_bos|><|IMAGE|><|vision_eos|><|audio_bos|><|AUDIO|><|audio_eos|>What?<|im_end|>\n"
          "<|im_start|>assistant\n", **files},
     ]  # fmt: skip
-    requests.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    requests = write_requests(tmp_path, *lines)
     made = []
     for flags in (["--input", requests], ["--chat", "What?", *shown]):
         out = tmp_path / "out"
-        result = omni("run", "omni_speech", *flags, *SHORT, "-o", out, "-q", "--overwrite")
-        assert result.exit_code == 0, result.stderr
+        omni("run", "omni_speech", *flags, *SHORT, "-o", out, "-q", "--overwrite", status=0)
         for line in stages(out):
             told = [line["thinker"][key] for key in ("token_ids", "num_prompt_tokens")]
             made.append((told, samples(out / line["code2wav"]["audio"])))
@@ -149,7 +140,7 @@ def test_a_chat_cannot_show_files_to_a_model_that_takes_none(shown: list[str]) -
         ("voxtral", "voxtral", ("audio",)),
     ],
 )
-def test_configs_of_published_checkpoints_run_what_the_hub_has_under_their_ids(
+def test_configs_of_published_checkpoints_run_those_of_the_hub(
     name: str,
     twins: str,
     taken: tuple[str, ...],
@@ -158,7 +149,7 @@ def test_configs_of_published_checkpoints_run_what_the_hub_has_under_their_ids(
     shown: list[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A small checkpoint in the published layout stands where the download would."""
+    """A small checkpoint in the published layout replaces the download."""
     hub = tmp_path / "hub"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(hub))
     config = PipelineConfig.load(name)
@@ -179,15 +170,15 @@ def test_configs_of_published_checkpoints_run_what_the_hub_has_under_their_ids(
     assert ("audio" in line.get(vocoder, {})) == bool(vocoder)
 
 
-def test_without_files_the_length_of_the_sound_is_told() -> None:
+def test_the_length_of_the_sound_is_printed_without_an_output_folder() -> None:
     result = omni("run", "omni_speech", "-p", "Say it.", *SHORT, status=0)
     assert "--- code2wav\naudio: " in result.stdout
     assert "s, 24000 samples per second" in result.stdout
 
 
-def test_verify_compares_the_sound_of_what_was_heard_and_seen(shown: list[str]) -> None:
-    result = omni("verify", "omni_speech", "--chat", "What?", "--chat", "Why?", *shown, *SHORT)
-    assert result.exit_code == 0, result.stdout
+def test_verify_compares_the_sound_of_requests_with_media(shown: list[str]) -> None:
+    chats = ("--chat", "What?", "--chat", "Why?")
+    result = omni("verify", "omni_speech", *chats, *shown, *SHORT, status=0)
     lines = result.stdout.splitlines()
     assert lines[0].startswith("cached equals uncached: 2 of 2")
     assert any(line.startswith("  waveform: largest difference") for line in lines)
@@ -198,7 +189,7 @@ def test_verify_compares_the_sound_of_what_was_heard_and_seen(shown: list[str]) 
         assert " hits " in cached[0] and cached[1].endswith(" saved")
     assert code2wav[0].startswith("stage 'code2wav': ")
     assert code2wav[0].endswith("input tokens, no cache of its own: computed again in every run")
-    assert code2wav[1].endswith(" warm"), "and saves nothing"
+    assert code2wav[1].endswith(" warm"), "and it saves nothing"
 
 
 @pytest.mark.parametrize(
@@ -210,7 +201,9 @@ def test_verify_compares_the_sound_of_what_was_heard_and_seen(shown: list[str]) 
         omni_speech --set stages.thinker.part=null | thinker
         """),
 )
-def test_what_no_stage_has_is_told_before_anything_runs(arguments: str, expected: str) -> None:
+def test_an_unknown_speaker_or_part_is_reported_before_anything_runs(
+    arguments: str, expected: str
+) -> None:
     result = omni("run", *arguments.split(), "-p", "x", status=2)
     assert result.stderr.startswith("error: ")
     assert expected in result.stderr
@@ -233,7 +226,7 @@ def test_what_no_stage_has_is_told_before_anything_runs(arguments: str, expected
     ],
 )
 @pytest.mark.parametrize("command", ["run", "verify"])
-def test_what_is_not_there_or_not_taken_is_refused_before_models_are_loaded(
+def test_missing_or_unsupported_files_are_refused_before_models_are_loaded(
     command: str, flags: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(*_: object) -> None:
@@ -248,7 +241,7 @@ def test_what_is_not_there_or_not_taken_is_refused_before_models_are_loaded(
     write_wav(Path("tone.wav"), tone(0.2))
     result = omni(command, *flags.split(), status=2)
     assert result.stderr.startswith("error: ") and told in result.stderr
-    assert "failed" not in result.stderr, "no table of zeros"
+    assert "failed" not in result.stderr, "no summary"
 
 
 RATE = 48_000
@@ -262,26 +255,19 @@ def clip(tmp_path: Path) -> Path:
     return path
 
 
-def lines(tmp_path: Path, *requests: dict[str, Any]) -> Path:
-    path = tmp_path / "requests.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in requests))
-    return path
-
-
 def read(tmp_path: Path, line: dict[str, Any]) -> OmniRequest:
-    (found,) = read_requests(lines(tmp_path, line), {"s": None})
+    (found,) = read_requests(write_requests(tmp_path, line), {"s": None})
     assert isinstance(found, OmniRequest), found
     return found
 
 
-@pytest.mark.usefixtures("checkpoint_cache")
-def test_a_video_is_seen_and_heard_alike_by_flag_and_by_line(clip: Path, tmp_path: Path) -> None:
+def test_a_video_by_flag_equals_a_video_by_line(clip: Path, tmp_path: Path) -> None:
     content = [{"type": "video"}, {"type": "text", "text": "What is it?"}]
     said = [{"role": "user", "content": content}]
     url = {"url": f"data:video/mp4;base64,{b64encode(clip.read_bytes()).decode()}"}
     own = [{"type": "video_url", "video_url": url}, content[1]]
     mute = {"file": "clip.mp4", "use_audio": False}
-    requests = lines(
+    requests = write_requests(
         tmp_path,
         {"request_id": "listed", "messages": said, "videos": ["clip.mp4"]},
         {"request_id": "own", "messages": [{"role": "user", "content": own}]},
@@ -295,7 +281,7 @@ def test_a_video_is_seen_and_heard_alike_by_flag_and_by_line(clip: Path, tmp_pat
     ids = listed["stages"]["thinker"]["token_ids"]
     assert owned["stages"]["thinker"]["token_ids"] == ids
     lengths = [each["stages"]["thinker"]["num_prompt_tokens"] for each in (listed, owned, muted)]
-    # A second of sound, and what stands around it.
+    # A second of sound and its two delimiters.
     assert lengths[0] == lengths[1] == lengths[2] + 25 + 2
     omni(*run, "--chat", "What is it?", "--video", clip, "-o", tmp_path / "flag", status=0)
     (line,) = read_outputs(tmp_path / "flag")
@@ -305,14 +291,11 @@ def test_a_video_is_seen_and_heard_alike_by_flag_and_by_line(clip: Path, tmp_pat
 DEAF = ("model=seeded:qwen2_5_vl", "engine.max_model_len=512", "engine.num_blocks=64")
 
 
-@pytest.mark.usefixtures("checkpoint_cache")
-def test_a_model_that_does_not_hear_sees_videos_alike_by_flag_and_by_line(
-    clip: Path, tmp_path: Path
-) -> None:
+def test_a_video_without_sound_by_flag_equals_one_by_line(clip: Path, tmp_path: Path) -> None:
     text = {"type": "text", "text": "What is it?"}
     own = [{"type": "video_url", "video_url": {"url": "clip.mp4"}}, text]
     said = [{"role": "user", "content": [{"type": "video"}, text]}]
-    requests = lines(
+    requests = write_requests(
         tmp_path,
         {"request_id": "listed", "messages": said, "videos": ["clip.mp4"]},
         {"request_id": "own", "messages": [{"role": "user", "content": own}]},
@@ -320,35 +303,27 @@ def test_a_model_that_does_not_hear_sees_videos_alike_by_flag_and_by_line(
     )
     run = ["run", "qwen2_5_vl", "-q", "--max-tokens", "6"]
     run += [flag for change in DEAF for flag in ("--set", f"stages.describer.{change}")]
-    flags = ["--chat", "What is it?", "--video", str(clip)]
     texts: list[str] = []
-    for shown in (["-i", str(requests)], flags):
+    for shown in (["-i", requests], ["--chat", "What is it?", "--video", clip]):
         folder = tmp_path / f"out{len(texts)}"
-        result = CliRunner().invoke(app, [*run, *shown, "-o", str(folder)])
-        assert result.exit_code == 0, result.output
-        written = (folder / "outputs.jsonl").read_text().splitlines()
-        texts += [json.loads(line)["stages"]["describer"]["text"] for line in written]
+        omni(*run, *shown, "-o", folder, status=0)
+        texts += [each["describer"]["text"] for each in stages(folder)]
     listed, own_text, blind, flagged = texts
     assert listed == own_text == flagged != blind
 
 
-@pytest.mark.usefixtures("checkpoint_cache")
 def test_a_model_that_sees_pictures_only_refuses_a_video(clip: Path, tmp_path: Path) -> None:
     config = tmp_path / "pictures.yaml"
     config.write_text(
         "name: pictures\nstages:\n  eyes:\n    kind: autoregressive\n    model: seeded:llava\n"
         "    sampling: {max_tokens: 2}\n    outputs: []\n    final_output: text\n"
     )
-    result = CliRunner().invoke(
-        app, ["run", str(config), "-q", "--chat", "What is it?", "--video", str(clip)]
-    )
-    assert result.exit_code == 1, result.output
-    assert "stage 'eyes': multi_modal_data has 'video'; what can be shown is 'image'" in (
-        result.stderr
-    )
+    result = omni("run", config, "-q", "--chat", "What is it?", "--video", clip, status=1)
+    expected = "stage 'eyes': multi_modal_data has 'video'; what can be shown is 'image'"
+    assert expected in result.stderr
 
 
-def test_videos_stand_in_the_order_of_their_parts(clip: Path, tmp_path: Path) -> None:
+def test_videos_are_in_the_order_of_their_parts(clip: Path, tmp_path: Path) -> None:
     url = "data:video/webm;base64,AAAA"
     content = [{"type": "video"}, {"type": "video_url", "video_url": url}, {"type": "video"}]
     line = {"messages": [{"role": "user", "content": content}]}
@@ -363,7 +338,7 @@ def test_videos_stand_in_the_order_of_their_parts(clip: Path, tmp_path: Path) ->
     assert prompt.multi_modal_data == {"video": [VideoPrompt(clip)]}
 
 
-def test_data_urls_stand_in_lists_of_files(tmp_path: Path) -> None:
+def test_lists_of_files_may_have_data_urls(tmp_path: Path) -> None:
     url = "data:audio/wav;base64,AAAA"
     shown = {"images": [url], "audio": [{"file": url}], "videos": [url]}
     prompt = read(tmp_path, {"prompt": "a"} | shown).prompt
@@ -385,14 +360,13 @@ FETCHED = '{"type": "video_url", "video_url": "https://example.org/a.mp4"}'
 
 
 @pytest.mark.parametrize(("line", "message"), WRONG)
-def test_a_wrong_line_says_so(clip: Path, tmp_path: Path, line: str, message: str) -> None:
+def test_a_wrong_line_has_its_error(clip: Path, tmp_path: Path, line: str, message: str) -> None:
     asked = json.loads(line.replace("FETCHED", FETCHED))
-    (found,) = read_requests(lines(tmp_path, asked), {"s": None})
+    (found,) = read_requests(write_requests(tmp_path, asked), {"s": None})
     assert isinstance(found, RequestError)
     assert re.search(message, found.message), found.message
 
 
-def test_a_video_alone_is_no_request(clip: Path) -> None:
-    result = CliRunner().invoke(app, ["run", "omni_speech", "--video", str(clip)])
-    assert result.exit_code == 2
+def test_a_video_without_a_prompt_is_refused(clip: Path) -> None:
+    result = omni("run", "omni_speech", "--video", clip, status=2)
     assert "--video stands beside --chat or --prompt only" in result.stderr
