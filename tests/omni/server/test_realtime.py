@@ -1,4 +1,4 @@
-"""A session takes text and sound, tells text and sound, and can be cut off at any time."""
+"""Realtime sessions: text and sound in both directions, cancellation, errors, limits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def running(checkpoint_cache: object) -> Iterator[LiveServer]:
 
 
 class Talk:
-    """A client that nobody here wrote, and what it says."""
+    """An independent client of a session."""
 
     def __init__(self, socket: ClientConnection) -> None:
         self.socket = socket
@@ -51,10 +51,11 @@ class Talk:
     def hear(self) -> Any:
         return json.loads(self.socket.recv(timeout=PATIENCE_S))
 
-    def until(self, kind: str) -> list[Any]:
+    def until(self, kind: str, *, is_ok: bool = True) -> list[Any]:
+        """The events up to one of this kind; errors fail if ``is_ok``."""
         heard = [self.hear()]
         while heard[-1]["type"] != kind:
-            assert heard[-1]["type"] != "error", heard[-1]
+            assert not is_ok or heard[-1]["type"] != "error", heard[-1]
             heard.append(self.hear())
         return heard
 
@@ -107,7 +108,7 @@ def test_text_is_answered_and_remembered(running: LiveServer, talk: Talk):
         said.append({"role": "assistant", "content": expected})
 
 
-def test_instructions_alone_are_answered_by_a_greeting(running: LiveServer, talk: Talk):
+def test_instructions_without_items_are_answered(running: LiveServer, talk: Talk):
     words = "Greet the caller."
     talk.say("response.create", response={"stages": SHORT, "instructions": words})
     done = talk.until("response.done")[-1]["response"]
@@ -148,9 +149,9 @@ def test_sound_is_heard_and_answered_by_voice(running: LiveServer, talk: Talk):
     assert kinds[-1] == "response.done" and "response.output_audio.done" in kinds
 
 
-# The official client calls websockets in a way that this has deprecated.
+# The official client uses a deprecated call of websockets.
 @pytest.mark.filterwarnings("ignore:connect.. must be used as a context manager")
-def test_the_official_client_talks_as_well(running: LiveServer):
+def test_the_official_client_works(running: LiveServer):
     with running.client().realtime.connect(model="omni_speech") as connection:
         connection.session.update(
             session={"type": "realtime", "output_modalities": ["text"], "max_output_tokens": 6}
@@ -184,9 +185,7 @@ def test_an_answer_is_cancelled_in_the_middle(running: LiveServer, talk: Talk):
     begun = talk.until("response.output_text.delta")[-1]["delta"]
     talk.say("response.create")
     talk.say("response.cancel")
-    heard = [talk.hear()]
-    while heard[-1]["type"] != "response.done":
-        heard.append(talk.hear())
+    heard = talk.until("response.done", is_ok=False)
     (error,) = [each["error"] for each in heard if each["type"] == "error"]
     assert error["code"] == "conversation_already_has_active_response"
     done = heard[-1]["response"]
@@ -198,7 +197,7 @@ def test_an_answer_is_cancelled_in_the_middle(running: LiveServer, talk: Talk):
     assert talk.until("response.done")[-1]["response"]["status"] == "incomplete"
 
 
-def test_a_connection_that_closes_aborts_its_own_request_alone(running: LiveServer):
+def test_a_closed_connection_aborts_only_its_request(running: LiveServer):
     stage = running.omni("slow").pipeline.stages["slow"]
     assert isinstance(stage, GatedStage)
     stage.says_chats = True
@@ -217,7 +216,7 @@ def test_a_connection_that_closes_aborts_its_own_request_alone(running: LiveServ
     running.check_nothing_is_left()
 
 
-# An event, or the "session" of a "session.update"; the place of the mistake; and what is said.
+# An event, or the "session" of a "session.update"; the field of the mistake; and its message.
 MISTAKES = rows("""
 { |  | not valid JSON
 [] |  | JSON object
@@ -240,7 +239,7 @@ MISTAKES = rows("""
 
 
 @pytest.mark.parametrize(("event", "param", "message"), MISTAKES)
-def test_a_mistake_is_told_and_the_session_goes_on(
+def test_a_mistake_is_reported_and_the_session_continues(
     running: LiveServer, talk: Talk, event: str, param: str, message: str
 ):
     said: Any = {}
@@ -258,34 +257,32 @@ def test_a_mistake_is_told_and_the_session_goes_on(
     talk.text("hello")
 
 
-def test_a_voice_that_is_not_there_is_told_by_its_place(running: LiveServer, talk: Talk):
+def test_an_unknown_voice_of_a_response_is_reported_with_its_field(running: LiveServer, talk: Talk):
     talk.text("hello")
     wish = {"output_modalities": ["audio"], "audio": {"output": {"voice": "Nobody"}}}
     talk.say("response.create", response=wish)
     assert talk.hear()["error"]["param"] == "response.audio.output.voice"
 
 
-def test_sampling_of_a_session_can_be_taken_back(talk: Talk):
+def test_sampling_of_a_session_can_be_reset(talk: Talk):
     for stages in (SHORT, {}):
         talk.say("session.update", session={"type": "realtime", "stages": stages})
         assert talk.hear()["session"]["stages"] == stages
 
 
-def test_another_answer_than_the_one_that_is_named_is_not_cancelled(talk: Talk):
+def test_only_the_named_response_is_cancelled(talk: Talk):
     talk.text("Tell me all of it.")
     long = {"thinker": {"max_tokens": 1500, "ignore_eos": True}}
     talk.say("response.create", response={"stages": long})
     name = talk.until("response.created")[-1]["response"]["id"]
     talk.say("response.cancel", response_id="resp_of_somebody_else")
-    heard = [talk.hear()]
-    while heard[-1]["type"] != "error":
-        heard.append(talk.hear())
-    assert heard[-1]["error"]["param"] == "response_id"
+    error = talk.until("error", is_ok=False)[-1]["error"]
+    assert error["param"] == "response_id"
     talk.say("response.cancel", response_id=name)
     assert talk.until("response.done")[-1]["response"]["status"] == "cancelled"
 
 
-def test_a_session_s_answers_go_on_in_one_way(server: LiveServer):
+def test_a_session_has_one_completion_per_response(server: LiveServer):
     with connect(address(server, "two_step")) as socket:
         talk = Talk(socket)
         talk.until("session.created")
@@ -294,7 +291,7 @@ def test_a_session_s_answers_go_on_in_one_way(server: LiveServer):
 
 
 @pytest.mark.parametrize("rate", [12_000, 48_000])
-def test_sound_goes_at_the_rate_that_is_wished_for(running: LiveServer, talk: Talk, rate: int):
+def test_sound_has_the_requested_rate(running: LiveServer, talk: Talk, rate: int):
     audio = {"output": {"voice": "Ethan", "format": {"type": "audio/pcm", "rate": rate}}}
     talk.text("What is a tide?")
     wish = {"output_modalities": ["audio"], "audio": audio, "stages": SHORT}
@@ -310,7 +307,7 @@ def test_sound_goes_at_the_rate_that_is_wished_for(running: LiveServer, talk: Ta
     np.testing.assert_allclose(found / 32767, expected.clip(-1, 1), rtol=0, atol=1e-4)
 
 
-def test_no_more_sessions_than_may_be_are_open():
+def test_the_number_of_sessions_is_limited():
     with LiveServer([gated_pipeline("few")], max_sessions=1) as server:
         where = address(server, "few")
         with connect(where) as first:
@@ -324,7 +321,7 @@ def test_no_more_sessions_than_may_be_are_open():
             assert Talk(third).hear()["type"] == "session.created"
 
 
-def test_who_leaves_while_mistakes_are_told_is_no_mistake_of_the_server(
+def test_a_client_that_disconnects_during_errors_is_not_logged_as_an_error(
     running: LiveServer, caplog: pytest.LogCaptureFixture
 ):
     with caplog.at_level(logging.INFO):
@@ -332,17 +329,17 @@ def test_who_leaves_while_mistakes_are_told_is_no_mistake_of_the_server(
             with connect(address(running, "slow")) as leaving:
                 for _ in range(50):
                     leaving.send(json.dumps({"type": "x"}))
-                # Gone at once, with all that was on its way.
+                # Reset the connection, which drops all data in flight.
                 linger = struct.pack("ii", 1, 0)
                 leaving.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
                 leaving.socket.close()
         wait_for(lambda: not running.pipelines.num_sessions)
-    # The client has a mistake to tell of: its connection was taken from it.
+    # The client logs an error: its socket was closed.
     told = [each for each in caplog.records if not each.name.startswith("websockets.client")]
     assert not [each for each in told if each.levelno >= logging.ERROR], caplog.text
 
 
-def test_a_session_does_not_grow_for_ever():
+def test_the_size_of_a_session_is_limited():
     with (
         LiveServer([gated_pipeline("small")], max_body_bytes=4096) as server,
         connect(address(server, "small")) as socket,
@@ -360,14 +357,14 @@ def test_a_session_does_not_grow_for_ever():
             socket.recv(timeout=PATIENCE_S)
 
 
-def test_a_model_that_is_not_there_ends_the_session(running: LiveServer):
+def test_an_unknown_model_ends_the_session(running: LiveServer):
     with connect(address(running, "nobody")) as socket:
         assert Talk(socket).hear()["error"]["code"] == "model_not_found"
         with pytest.raises(ConnectionClosed, match="nobody"):
             socket.recv(timeout=PATIENCE_S)
 
 
-def test_sessions_want_a_key_and_no_strange_pages():
+def test_sessions_need_a_key_and_refuse_foreign_pages():
     with LiveServer([gated_pipeline("keyed")], api_keys=["secret"]) as server:
         where = address(server, "keyed")
         for headers in ({}, {"Authorization": "Bearer wrong"}):
@@ -390,7 +387,7 @@ def test_sessions_want_a_key_and_no_strange_pages():
             assert socket.subprotocol == "realtime"
 
 
-def test_what_is_said_of_a_response_lies_over_what_its_session_is_like():
+def test_options_of_a_response_override_those_of_its_session():
     options = {"audio": {"output": {"voice": "Ethan"}}}
     bias = {"logit_bias": {"5": 1.0}}
     before = ResponseOptions.model_validate({**options, "stages": {"thinker": bias, "talker": {}}})
@@ -405,20 +402,20 @@ def test_what_is_said_of_a_response_lies_over_what_its_session_is_like():
 
 
 class SlowSocket:
-    """A connection whose client takes one kind of event only when it is let to."""
+    """A connection that blocks events of one kind until the test continues it."""
 
     def __init__(self, slow: str) -> None:
         self.slow = slow
-        self.is_at_it = asyncio.Event()
-        self.goes_on = asyncio.Event()
+        self.is_blocked = asyncio.Event()
+        self.continues = asyncio.Event()
         self.heard: list[Any] = []
         self.says: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
     async def send_text(self, text: str) -> None:
         event = json.loads(text)
         if event["type"] == self.slow:
-            self.is_at_it.set()
-            await self.goes_on.wait()
+            self.is_blocked.set()
+            await self.continues.wait()
         self.heard.append(event)
 
     async def receive(self) -> dict[str, Any]:
@@ -432,7 +429,7 @@ class SlowSocket:
 
 
 @pytest.mark.parametrize("slow", ["response.output_text.done", "error"])
-def test_an_answer_that_has_ended_cannot_be_cancelled_while_its_end_is_told(
+def test_a_finished_response_cannot_be_cancelled_while_its_end_is_sent(
     server: LiveServer, slow: str
 ):
     # More than the model reads at once: the request is refused in the pipeline.
@@ -448,12 +445,12 @@ def test_an_answer_that_has_ended_cannot_be_cancelled_while_its_end_is_told(
         task = asyncio.create_task(session.run())
         slow_one.say(type="conversation.item.create", item=item)
         slow_one.say(type="response.create", response=options)
-        await slow_one.is_at_it.wait()
+        await slow_one.is_blocked.wait()
         slow_one.slow = ""
         slow_one.say(type="response.cancel")
         while not slow_one.heard_of("error"):
             await asyncio.sleep(0)
-        slow_one.goes_on.set()
+        slow_one.continues.set()
         while not slow_one.heard_of("response.done"):
             await asyncio.sleep(0)
         slow_one.says.put_nowait({"type": "websocket.disconnect"})
@@ -469,7 +466,7 @@ def test_an_answer_that_has_ended_cannot_be_cancelled_while_its_end_is_told(
 
 
 class GoneSocket:
-    """A connection that breaks when the first thing is sent, and tells so in the end."""
+    """A connection that fails at the first send and then reports the disconnect."""
 
     num_sent = 0
 
@@ -481,7 +478,7 @@ class GoneSocket:
         return {"type": "websocket.disconnect"}
 
 
-def test_whoever_has_gone_is_sent_nothing_and_ends_quietly(server: LiveServer):
+def test_a_disconnected_client_is_sent_nothing_more(server: LiveServer):
     gone: Any = GoneSocket()
     pipeline = server.pipelines.find("chat")
     session = RealtimeSession(gone, server.pipelines, pipeline, Client("id", None))

@@ -1,4 +1,4 @@
-"""What is heard is written down, or translated, as ``Omni`` does it in Python."""
+"""Transcriptions and translations equal those of ``Omni`` in Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from starlette.requests import Request
 
 from engine import TranscriptionOptions
 from omni import AudioPrompt, OmniRequest, SamplingParams
-from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.openai.transcription import (
     TIMESTAMP,
     TranscriptionRequest,
@@ -30,11 +29,24 @@ from omni.server.openai.transcription import (
 from omni.server.serving.api_error import ApiError
 from tests.support.live_server import LiveServer
 from tests.support.media_requests import in_python, sound
+from tests.support.one_writer import one_writer
+
+NAME = "transcribe_then_summarize"
+
+
+def asked(seconds: float = 1.0, **more: Any) -> dict[str, Any]:
+    """Fields of a request to transcribe a tone."""
+    return {"model": NAME, "file": ("speech.wav", sound(seconds=seconds))} | more
+
+
+def expected_of(server: LiveServer, prompt: AudioPrompt, **more: Any) -> Any:
+    """The output of the transcriber in Python."""
+    return in_python(server, NAME, OmniRequest(prompt, **more)).stages["transcriber"]
 
 
 @pytest.fixture(scope="module")
 def hearing(checkpoint_cache: object) -> Iterator[LiveServer]:
-    with LiveServer(["transcribe_then_summarize"]) as server:
+    with LiveServer([NAME]) as server:
         yield server
         server.check_nothing_is_left()
 
@@ -45,16 +57,10 @@ def client(hearing: LiveServer) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["json", "text", "verbose_json"])
-def test_speech_is_written_down(hearing: LiveServer, client: Any, kind: str):
-    answer = client.audio.transcriptions.create(
-        model="transcribe_then_summarize",
-        file=("speech.wav", sound(seconds=1.0)),
-        language="en",
-        response_format=kind,
-    )
+def test_speech_is_transcribed(hearing: LiveServer, client: Any, kind: str):
+    answer = client.audio.transcriptions.create(**asked(language="en", response_format=kind))
     prompt = AudioPrompt(sound(seconds=1.0), language="en", task="transcribe")
-    expected = in_python(hearing, "transcribe_then_summarize", OmniRequest(prompt))
-    text = expected.stages["transcriber"].text
+    text = expected_of(hearing, prompt).text
     if kind == "text":
         assert answer == f"{text}\n"
     elif kind == "json":
@@ -66,14 +72,11 @@ def test_speech_is_written_down(hearing: LiveServer, client: Any, kind: str):
         assert "<|" not in answer.text
 
 
-def test_a_client_can_tell_what_to_trust(hearing: LiveServer, client: Any):
-    asked = {"model": "transcribe_then_summarize", "file": ("a.wav", sound(seconds=1.0))}
-    answer = client.audio.transcriptions.create(response_format="verbose_json", **asked)
+def test_segments_have_confidence_figures(hearing: LiveServer, client: Any):
+    answer = client.audio.transcriptions.create(**asked(response_format="verbose_json"))
     sampling = {"transcriber": SamplingParams(temperature=0.0, max_tokens=32, logprobs=0)}
     prompt = AudioPrompt(sound(seconds=1.0), timestamps=True)
-    output = in_python(
-        hearing, "transcribe_then_summarize", OmniRequest(prompt, sampling=sampling)
-    ).stages["transcriber"]
+    output = expected_of(hearing, prompt, sampling=sampling)
     mean = float(np.mean([each.logprob for each in output.logprobs]))
     for segment in answer.segments:
         assert segment.avg_logprob == pytest.approx(mean, abs=1e-3)
@@ -86,14 +89,14 @@ def test_a_client_can_tell_what_to_trust(hearing: LiveServer, client: Any):
         {"chunking_strategy": finely},
         {"extra_body": {"vad": "true"}},
     ):
-        assert client.audio.transcriptions.create(**asked, **wish).text == ""
+        assert client.audio.transcriptions.create(**asked(**wish)).text == ""
 
 
 @pytest.mark.parametrize("kind", ["srt", "vtt"])
 def test_subtitles_have_the_segments_and_their_times(client: Any, kind: str):
-    asked = {"model": "transcribe_then_summarize", "file": ("a.wav", sound(seconds=1.0))}
-    segments = client.audio.transcriptions.create(response_format="verbose_json", **asked).segments
-    text = client.audio.transcriptions.create(response_format=kind, **asked)
+    create = client.audio.transcriptions.create
+    segments = create(**asked(response_format="verbose_json")).segments
+    text = create(**asked(response_format=kind))
     cues = text.rstrip("\n").split("\n\n")
     if kind == "vtt":
         assert cues.pop(0) == "WEBVTT"
@@ -108,7 +111,7 @@ def test_subtitles_have_the_segments_and_their_times(client: Any, kind: str):
         assert words == " ".join(segment.text.split())
 
 
-def test_clocks_count_hours():
+def test_times_are_formatted_with_hours():
     assert (
         _format_time(3723.4567, ",") == "01:02:03,457"
         and _format_time(0.9996, ".") == "00:00:01.000"
@@ -116,46 +119,37 @@ def test_clocks_count_hours():
 
 
 def test_a_transcription_is_streamed(client: Any):
-    asked = {"model": "transcribe_then_summarize", "file": ("a.wav", sound(seconds=1.0))}
-    whole = client.audio.transcriptions.create(**asked)
-    *deltas, done = client.audio.transcriptions.create(stream=True, **asked)
+    create = client.audio.transcriptions.create
+    whole = create(**asked())
+    *deltas, done = create(**asked(stream=True))
     assert {each.type for each in deltas} == {"transcript.text.delta"}
     assert "".join(each.delta for each in deltas) == whole.text == done.text
     assert done.type == "transcript.text.done" and len(deltas) > 1
     with pytest.raises(openai.BadRequestError, match="goes with json and text, not with srt"):
-        client.audio.transcriptions.create(stream=True, response_format="srt", **asked)
+        create(**asked(stream=True, response_format="srt"))
 
 
 @pytest.fixture(scope="module")
 def heard(checkpoint_cache: object) -> Iterator[LiveServer]:
-    """A decoder that hears: it writes a language first, which seeded weights would not."""
+    """A decoder for speech; its grammar writes a language first, unlike seeded weights."""
     headed = {"grammar": 'start: "language English" <asr_text> /[a-z ]{8,16}/'}
-    stage = {
-        "kind": "autoregressive",
-        "model": "seeded:qwen3_asr",
-        "engine": {"num_blocks": 64, "block_size": 16, "device": "cpu"},
-        "sampling": {"temperature": 0.0, "max_tokens": 48, "structured_output": headed},
-        "final_output": "text",
-    }
-    config = {"name": "ears", "stages": {"hearer": stage}}
-    with LiveServer([PipelineConfig.model_validate(config)]) as server:
+    sampling = {"temperature": 0.0, "max_tokens": 48, "structured_output": headed}
+    with LiveServer([one_writer("ears", model="seeded:qwen3_asr", sampling=sampling)]) as server:
         yield server
         server.check_nothing_is_left()
 
 
-def test_of_what_a_decoder_heard_the_words_alone_are_told(heard: LiveServer) -> None:
-    asked: dict[str, Any] = {"model": "ears", "file": ("a.wav", sound(seconds=1.0))}
+def test_a_decoders_transcription_has_only_its_words(heard: LiveServer) -> None:
     output = in_python(heard, "ears", OmniRequest(AudioPrompt(sound(seconds=1.0))))
-    written = output.stages["hearer"].text
+    written = output.stages["writer"].text
     heading, tag, words = written.partition("<asr_text>")
     assert heading.startswith("language ") and tag and words
-    client = heard.client()
-    whole = client.audio.transcriptions.create(**asked)
-    assert whole.text == words
-    *deltas, done = client.audio.transcriptions.create(stream=True, **asked)
+    create: Any = heard.client().audio.transcriptions.create
+    assert create(**asked(model="ears")).text == words
+    *deltas, done = create(**asked(model="ears", stream=True))
     assert "".join(each.delta for each in deltas) == done.text == words and len(deltas) > 1
     with pytest.raises(openai.BadRequestError, match="timestamps is for speech models"):
-        client.audio.transcriptions.create(response_format="srt", **asked)
+        create(**asked(model="ears", response_format="srt"))
 
 
 @pytest.mark.parametrize(
@@ -170,40 +164,30 @@ def test_of_what_a_decoder_heard_the_words_alone_are_told(heard: LiveServer) -> 
     ],
 )
 @given(data=st.data())
-def test_words_are_the_same_however_their_text_is_cut(
+def test_words_are_the_same_however_their_text_is_split(
     text: str, words: str, data: st.DataObject
 ) -> None:
-    pieces = re.findall(r"<\|.*?\|>|.", text)  # a time comes whole, as a token
+    pieces = re.findall(r"<\|.*?\|>|.", text)  # a time is one token
     places = sorted(data.draw(st.sets(st.integers(0, len(pieces)))) | {0, len(pieces)})
     reader = _WordReader()
     read = ["".join(pieces[a:b]) for a, b in pairwise(places)]
     assert "".join([*map(reader.read, read), reader.read("", is_last=True)]) == words
 
 
-def test_the_language_that_the_model_found_out_is_told(hearing: LiveServer, client: Any):
-    name = "transcribe_then_summarize"
-    answer = client.audio.transcriptions.create(
-        model=name, file=("speech.wav", sound(seconds=1.0)), response_format="verbose_json"
-    )
-    prompt = AudioPrompt(sound(seconds=1.0), timestamps=True)
-    expected = in_python(hearing, name, OmniRequest(prompt)).stages["transcriber"]
-    tokenizer: Any = hearing.pipelines.find(name).tokenizer("transcriber")
-    assert answer.language in ("de", "en", "zh"), "what the checkpoint knows"
+def test_the_detected_language_is_returned(hearing: LiveServer, client: Any):
+    answer = client.audio.transcriptions.create(**asked(response_format="verbose_json"))
+    expected = expected_of(hearing, AudioPrompt(sound(seconds=1.0), timestamps=True))
+    tokenizer: Any = hearing.pipelines.find(NAME).tokenizer("transcriber")
+    assert answer.language in ("de", "en", "zh"), "the languages of the checkpoint"
     token = tokenizer.convert_tokens_to_ids(f"<|{answer.language}|>")
     assert expected.prompt_token_ids[1] == token
 
 
-def test_a_long_recording_has_segments_from_its_begin_to_its_end(hearing: LiveServer, client: Any):
-    answer = client.audio.transcriptions.create(
-        model="transcribe_then_summarize",
-        file=("speech.wav", sound(seconds=7.0)),
-        language="en",
-        response_format="verbose_json",
-        timestamp_granularities=["segment"],
-    )
+def test_a_long_recording_has_segments_throughout(hearing: LiveServer, client: Any):
+    wishes = {"response_format": "verbose_json", "timestamp_granularities": ["segment"]}
+    answer = client.audio.transcriptions.create(**asked(7.0, language="en", **wishes))
     prompt = AudioPrompt(sound(seconds=7.0), language="en", timestamps=True)
-    expected = in_python(hearing, "transcribe_then_summarize", OmniRequest(prompt))
-    windows = expected.stages["transcriber"].windows
+    windows = expected_of(hearing, prompt).windows
     assert answer.duration == 7.0 and len(windows) > 2
     assert {each.seek for each in answer.segments} <= {
         round(100 * each.begin_s) for each in windows
@@ -214,28 +198,22 @@ def test_a_long_recording_has_segments_from_its_begin_to_its_end(hearing: LiveSe
     assert "".join(each.text for each in answer.segments) == answer.text
 
 
-def test_words_have_the_times_that_python_tells(hearing: LiveServer, client: Any):
-    """And what else may be asked of a transcription is asked by transformers' names."""
-    asked = {"compression_ratio_threshold": 1.1, "logprob_threshold": -3.0, "prompt": "the rain"}
+def test_words_have_the_times_of_python(hearing: LiveServer, client: Any):
+    """Further options have the names of transformers."""
+    limits: dict[str, Any] = {
+        "compression_ratio_threshold": 1.1, "logprob_threshold": -3.0, "no_speech_threshold": 0.9,
+    }  # fmt: skip
+    fields = asked(3.0, language="en", response_format="verbose_json", prompt="the rain")
     answer = client.audio.transcriptions.create(
-        model="transcribe_then_summarize",
-        file=("speech.wav", sound(seconds=3.0)),
-        language="en",
-        response_format="verbose_json",
+        **fields,
         timestamp_granularities=["word", "segment"],
-        prompt=asked["prompt"],
-        extra_body={name: asked[name] for name in asked if name != "prompt"}
-        | {"temperature": [0.0, 0.0001], "no_speech_threshold": 0.9},
+        extra_body=limits | {"temperature": [0.0, 0.0001]},
     )
     options = TranscriptionOptions(
-        **asked,
-        temperature=(0.0, 0.0001),
-        no_speech_threshold=0.9,
-        return_token_timestamps=True,
+        **limits, prompt="the rain", temperature=(0.0, 0.0001), return_token_timestamps=True
     )
     prompt = AudioPrompt(sound(seconds=3.0), language="en", timestamps=True, transcription=options)
-    expected = in_python(hearing, "transcribe_then_summarize", OmniRequest(prompt))
-    windows = expected.stages["transcriber"].windows
+    windows = expected_of(hearing, prompt).windows
     told = [(each.word.strip(), each.start, each.end) for w in windows for each in w.words]
     assert [(each.word, each.start, each.end) for each in answer.words] == told and len(told) > 3
     assert {each.temperature for each in answer.segments} <= {w.temperature for w in windows}
@@ -244,32 +222,26 @@ def test_words_have_the_times_that_python_tells(hearing: LiveServer, client: Any
     assert all(min(abs(each - one) for one in known) < 1e-6 for each in silence)
 
 
-def test_what_needs_a_tokenizer_works_where_stages_run_in_processes(checkpoint_cache: object):
-    stage = {"kind": "autoregressive", "model": "seeded:whisper", "final_output": "text"}
-    given = {"name": "ears", "runtime": {"kind": "processes"}, "stages": {"hears": stage}}
-    config = PipelineConfig.model_validate(given)
+def test_segments_work_with_stages_in_processes(checkpoint_cache: object):
+    config = one_writer("ears", model="seeded:whisper", runtime={"kind": "processes"})
     with LiveServer([config]) as server, server.client() as client:
-        written = client.audio.transcriptions.create(
-            model="ears", file=("speech.wav", sound(seconds=1.0)), response_format="verbose_json"
-        )
+        create: Any = client.audio.transcriptions.create
+        written = create(**asked(model="ears", response_format="verbose_json"))
         assert written.segments is not None and len(written.language) == 2
 
 
 @pytest.mark.filterwarnings("ignore:deprecated:DeprecationWarning")  # the client's own method
 def test_speech_is_translated(hearing: LiveServer, client: Any):
-    answer = client.audio.translations.create(
-        model="transcribe_then_summarize", file=("speech.mp3", sound("mp3"))
-    )
-    prompt = AudioPrompt(sound("mp3"), task="translate")
-    expected = in_python(hearing, "transcribe_then_summarize", OmniRequest(prompt))
-    assert answer.text == expected.stages["transcriber"].text
+    answer = client.audio.translations.create(model=NAME, file=("speech.mp3", sound("mp3")))
+    expected = expected_of(hearing, AudioPrompt(sound("mp3"), task="translate"))
+    assert answer.text == expected.text
 
 
 _BOUNDARY = "a-line-of-no-field"
 
 
 def read(*fields: tuple[str, str], num_files: int = 1) -> tuple[TranscriptionRequest, bytes]:
-    """Read a form of these fields, in this order, behind the files."""
+    """Read a form of these fields, in this order, after the files."""
     parts = [
         f'Content-Disposition: form-data; name="file"; filename="{number}.wav"\r\n\r\nsound'
         for number in range(num_files)
@@ -296,13 +268,15 @@ WORDS = ("timestamp_granularities[]", "word")
 SEGMENTS = ("timestamp_granularities[]", "segment")
 
 
-def test_each_field_is_taken_once() -> None:
+def test_fields_are_read_and_segments_may_be_requested() -> None:
     body, content = read(MODEL, ("language", "en"), ("temperature", "0.5"))
     assert (body.model, body.language, body.temperature) == ("a", "en", (0.5,))
     assert content == b"sound"
+    for wished in ((SEGMENTS,), (SEGMENTS, SEGMENTS)):
+        assert read(MODEL, *wished)[0].model == "a"
 
 
-def test_words_go_with_verbose_json_alone() -> None:
+def test_words_need_verbose_json() -> None:
     with pytest.raises(ApiError, match="word goes with verbose_json, not with json") as error:
         read(MODEL, SEGMENTS, WORDS)
     assert error.value.status == 400 and error.value.param == "timestamp_granularities"
@@ -310,7 +284,7 @@ def test_words_go_with_verbose_json_alone() -> None:
     assert both.wants_words and both.timestamp_granularities == ("segment", "word")
 
 
-def test_options_are_those_of_a_prompt() -> None:
+def test_fields_become_options_of_the_prompt() -> None:
     assert read(MODEL, ("temperature", "0"), SEGMENTS)[0].options is None
     fields = ("prompt", "Ada"), ("temperature[]", "0"), ("temperature[]", "0.4")
     body = read(MODEL, *fields, ("condition_on_prev_tokens", "true"))[0]
@@ -319,24 +293,14 @@ def test_options_are_those_of_a_prompt() -> None:
     )
 
 
-def test_segments_are_what_there_is() -> None:
-    for wished in ((SEGMENTS,), (SEGMENTS, SEGMENTS)):
-        assert read(MODEL, *wished)[0].model == "a"
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [("model", "b"), ("language", "de"), ("response_format", "text"), ("temperature", "1")],
 )
 def test_a_field_that_is_given_twice_is_refused(name: str, value: str) -> None:
     with pytest.raises(ApiError, match=f"{name}: given 2 times; give it once") as error:
-        read(
-            MODEL,
-            ("language", "en"),
-            ("response_format", "json"),
-            ("temperature", "0"),
-            (name, value),
-        )
+        once = ("language", "en"), ("response_format", "json"), ("temperature", "0")
+        read(MODEL, *once, (name, value))
     assert error.value.status == 400 and error.value.param == name
 
 
@@ -344,13 +308,13 @@ def test_a_second_file_is_refused() -> None:
     with pytest.raises(ApiError, match="file: given 2 times; give it once") as error:
         read(MODEL, num_files=2)
     assert error.value.status == 400 and error.value.param == "file"
-    # One that comes as text, behind the file, took its place.
+    # A text field after the file must not replace it.
     with pytest.raises(ApiError, match="file: given 2 times; give it once") as error:
         read(MODEL, ("file", "text"))
     assert error.value.param == "file"
 
 
-def test_a_form_without_a_file_says_so() -> None:
+def test_a_form_without_a_file_is_refused() -> None:
     for body in ((), (("file", "text"),)):
         with pytest.raises(ApiError, match="file: missing; it must be given as a file"):
             read(MODEL, *body, num_files=0)
