@@ -23,17 +23,17 @@ NUM_LAYERS = 3
 
 @dataclass(frozen=True)
 class Bounds:
-    """What keeps tokens from seeing all that lies before them, and what lets them see more.
+    """Limits on which tokens a token attends to: windows, chunks and images.
 
     Attributes:
-        ahead: every so many positions there begins another image, whose tokens see each other.
+        ahead: number of positions per image; an image's tokens attend to each other.
     """
 
     window: int | None = None
     ahead: int = 1
 
     def first_visible(self, position: int) -> int:
-        """Found by trying, so that it shares nothing with what is tested."""
+        """Search by trial, so that it shares nothing with the code under test."""
         return next(
             key
             for key in range(position + 1)
@@ -43,7 +43,7 @@ class Bounds:
 
 @dataclass(frozen=True)
 class Shape:
-    """Lengths of a step's requests, decodes first, and the heads."""
+    """Lengths of a step's requests, decodes first, and the numbers of heads."""
 
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
@@ -53,7 +53,7 @@ class Shape:
     head_dim: int = 16
 
     def with_block_size(self, block_size: int) -> Shape:
-        """The same requests in other blocks."""
+        """Return the same requests with another block size."""
         return replace(self, block_size=block_size)
 
 
@@ -99,7 +99,7 @@ SHAPES = {
 def bounded_metadata(
     memory: PagedMemory, table: Tensor, shape: Shape, bounds: Bounds
 ) -> AttentionMetadata:
-    """The metadata of a step of that shape."""
+    """Return the metadata of a step of that shape."""
     metadata = metadata_for(memory, shape.query_lens, shape.seq_lens, table, window=bounds.window)
     if bounds.ahead == 1:
         return metadata
@@ -123,15 +123,15 @@ def run_steps(
     device: str = "cpu",
     num_layers: int = NUM_LAYERS,
 ) -> tuple[Tensor, Tensor]:
-    """Two steps over one memory, so that nothing of the first survives in the second.
+    """Run two steps over one memory; nothing of the first may affect the second.
 
-    All pages hold NaN but those that a query can see: what a window has passed, what no
-    request owns, the null page. Numbers are drawn on the CPU, whatever the device.
+    All pages hold NaN except those that a query can see: blocks passed by a window, unowned
+    blocks and the null page are NaN. Numbers are drawn on the CPU, whatever the device.
     """
     generator = torch.Generator().manual_seed(seed)
-    # Follows the width as in models, so that scores, and with them rounding, do not grow with it;
-    # not their very scale, which is torch's default and would hide a backend that ignores it.
-    # Soft caps are to bend scores, not only to touch them.
+    # Scaled with the width as in models, so that scores, and thus rounding, do not grow with it;
+    # but not by torch's default scale, which would hide a backend that ignores the setting.
+    # Soft caps must bend scores noticeably.
     scale = (0.8 if softcap is None else 8.0) * shape.head_dim**-0.5
     scoring = Scoring(scale, softcap, bias)
     memory, num_blocks = memory_that_holds(shape.seq_lens, shape, num_layers, dtype, device)
@@ -161,10 +161,10 @@ def run_cross_step(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Tensor:
-    """Attention without causality over what all encoders give in the step; the rest holds NaN.
+    """Run non-causal attention over the outputs of all encoders of the step; the rest holds NaN.
 
-    But for the null page and what follows an input in its last page: the engine clears both, and
-    some backends read them.
+    Exceptions are the null page and the rest of an input's last page: the engine clears both,
+    and some backends read them.
     """
     generator = torch.Generator().manual_seed(0)
     shape = Shape(query_lens, encoder_lens, block_size, 8, 2, 64)
@@ -179,7 +179,7 @@ def run_cross_step(
     metadata = cross_metadata_for(memory, query_lens, encoder_lens, written, table)
     metadata = to_device(metadata, device)
     query = torch.randn(sum(query_lens), 8, 64, generator=generator).to(device, dtype)
-    # Values below 1: what is compared is the sum, not how coarse the type is far from 0.
+    # Values below 1: the test compares sums, not the type's precision far from 0.
     rows = torch.randn(2, sum(encoder_lens), 2, 64, generator=generator) / 4
     key, value = rows.to(device, dtype)
     backend.begin_step(metadata)
@@ -195,7 +195,7 @@ def _fill_visible(
     generator: torch.Generator,
     dtype: torch.dtype,
 ) -> None:
-    """NaN everywhere, numbers in visible blocks; the table forgets every other passed block."""
+    """Fill memory with NaN except visible blocks; drop every other passed block from the table."""
     numbers_of_page = memory.config.groups[0].page_bytes // dtype.itemsize
     pages = memory.buffer.view(dtype).view(-1, numbers_of_page)
     pages.fill_(float("nan"))

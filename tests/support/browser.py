@@ -1,4 +1,4 @@
-"""A headless Chromium, told what to do over its own protocol."""
+"""A headless Chromium, controlled over the DevTools protocol."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Self
 from websockets.sync.client import connect
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-"""The program; None where it is not installed."""
+"""Path of the program; None if it is not installed."""
 
 _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
@@ -57,7 +57,7 @@ class Browser:
         self._end()
 
     def open(self, url: str) -> Self:
-        """Show a server's page as to somebody who was never there."""
+        """Open a server's page as a first-time visitor."""
         self.send("Page.navigate", url="about:blank")
         self.send("Storage.clearDataForOrigin", origin=url, storageTypes="all")
         self.send("Emulation.clearDeviceMetricsOverride")
@@ -67,7 +67,7 @@ class Browser:
         return self
 
     def send(self, method: str, **params: Any) -> Any:
-        """Give a command; return its result."""
+        """Send a command; return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": params}
         self._socket.send(json.dumps(message))
@@ -79,7 +79,7 @@ class Browser:
                 return told["result"]
 
     def run(self, script: str) -> Any:
-        """The value of an expression, awaited."""
+        """Evaluate an expression, awaiting it; return its value."""
         told = self.send(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
         )
@@ -87,7 +87,7 @@ class Browser:
         return told["result"].get("value")
 
     def wait_for(self, script: str, seconds: float = 60) -> Any:
-        """The value of an expression as soon as it is true."""
+        """Return the value of an expression as soon as it is true."""
         end = time.monotonic() + seconds
         while not (value := self.run(script)):
             assert time.monotonic() < end, f"{script} never came true; {self.problems}"
@@ -95,7 +95,7 @@ class Browser:
         return value
 
     def press(self, key: str, code: str, number: int) -> None:
-        """Press a key: the letter it writes, its place on the keyboard, and its number."""
+        """Press a key, given the character it types, its code on the keyboard, and its number."""
         for kind in ("keyDown", "keyUp"):
             self.send(
                 "Input.dispatchKeyEvent", type=kind, key=code if key == "\r" else key, code=code,

@@ -1,4 +1,4 @@
-"""In the place of CUDA graphs: what was recorded is called again, with a graph's rules."""
+"""A stand-in for CUDA graphs: replays call the recorded function, under a graph's rules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.llm import llm_engine
 
 
 class CalledGraphs:
-    """Records the shapes and places of what a model gets, and keeps what it gives in one place.
+    """Records shapes and addresses of a model's inputs, and keeps its outputs at one address.
 
     Attributes:
         num_replays: of all engines since :func:`call_graphs`.
@@ -38,7 +38,7 @@ class CalledGraphs:
 
 
 def _on_device(inputs: ModelInputs) -> list[Any]:
-    """What a graph would read; what is on the host it never sees."""
+    """Return the inputs that a graph would read; it never sees those on the host."""
     step = inputs.step
     found: list[Any] = [inputs.embeds, inputs.positions, step.token_ids, step.codes]
     for each in step.metadata:
@@ -56,6 +56,6 @@ def _places(tensors: list[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def call_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let engines on a CPU run steps of decodes as if they were graphs."""
+    """Make engines on a CPU run decode steps as if they were graphs."""
     monkeypatch.setattr(CalledGraphs, "num_replays", 0)
     monkeypatch.setattr(llm_engine, "_recorder", lambda *_: CalledGraphs())

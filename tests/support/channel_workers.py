@@ -1,4 +1,4 @@
-"""Workers in threads of this process, reached as those in processes are: by sockets and memory."""
+"""Workers in threads of this process, reached like processes: by sockets and shared memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from stages.remote.worker import Build, WorkerLoop
 
 
 class ChannelWorkers:
-    """Starts workers in threads; messages and tensors cross channels, as between processes."""
+    """Starts workers in threads; messages and tensors cross channels as between processes."""
 
     def __init__(self, build: Build) -> None:
         self._build = build
@@ -34,13 +34,13 @@ class ChannelWorkers:
         return self.connections[-1]
 
     def join(self) -> None:
-        """Wait for the threads of all workers, which have been told to end."""
+        """Wait for the threads of all workers; they must have been told to end."""
         for worker in self._workers:
             assert worker.wait(60)
 
 
 class Loop(Protocol):
-    """What a worker's process runs."""
+    """The main loop of a worker's process."""
 
     def take(self, message: Any) -> None: ...
 
@@ -50,7 +50,7 @@ class Loop(Protocol):
 
 
 class ThreadAsProcess:
-    """What a connection needs of a :class:`~stages.remote.fork_server.WorkerProcess`."""
+    """The part of :class:`~stages.remote.fork_server.WorkerProcess` that a connection needs."""
 
     pid = 0
     exit_reason = "ended with exit status 0"

@@ -1,4 +1,4 @@
-"""``omni ...`` in this process, and what it reads and writes."""
+"""Runs ``omni ...`` in this process; writes its input files and reads its output files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def omni(
     status: int | None = None,
     **environment: str,
 ) -> Result:
-    """Run a command, which must exit with a status if one is given.
+    """Run a command; check its exit status if one is given.
 
-    An error that the command does not turn into a message is raised.
+    Errors that the command does not turn into a message are raised.
     """
     words = [str(argument) for argument in arguments]
     runner = CliRunner(env=environment or None)
@@ -29,7 +29,7 @@ def omni(
 
 
 def write_requests(folder: Path, *lines: Any) -> Path:
-    """Write ``requests.jsonl``; a line that is a string is written as it is."""
+    """Write ``requests.jsonl``; lines that are strings are written verbatim."""
     path = folder / "requests.jsonl"
     text = "".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines)
     path.write_text(text, encoding="utf-8")
@@ -37,12 +37,12 @@ def write_requests(folder: Path, *lines: Any) -> Path:
 
 
 def read_outputs(folder: Path) -> list[dict[str, Any]]:
-    """The lines of ``outputs.jsonl``."""
+    """Return the lines of ``outputs.jsonl``."""
     return [json.loads(line) for line in (folder / "outputs.jsonl").read_text("utf-8").splitlines()]
 
 
 def outputs_without_times(folder: Path) -> list[dict[str, Any]]:
-    """The lines of ``outputs.jsonl``, less the times."""
+    """Return the lines of ``outputs.jsonl`` without the times."""
     lines = read_outputs(folder)
     for line in lines:
         for stage in line["stages"].values():

@@ -1,9 +1,9 @@
-"""Triton's kernels compiled for a GPU that is not there, and not launched. A program of its own.
+"""Triton's kernels, compiled for an absent GPU and never launched. A separate program.
 
     python -m tests.support.compiled_kernels [90 | 80]
 
-Runs steps of engines' shapes through the triton backend on tensors of a CPU. Prints a line of JSON
-per kernel: which, of which model, and the registers, shared memory and spills that it takes.
+Runs steps of engines' shapes through the triton backend on CPU tensors. Prints a line of JSON per
+kernel: its name, the model, and its registers, shared memory and spills.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tests.support.paged_batch import (
 
 
 class GpuTarget:
-    """What Triton asks of a driver in order to compile."""
+    """The part of a Triton driver that compiling needs."""
 
     def __init__(self, capability: int) -> None:
         self._capability = capability
@@ -43,29 +43,29 @@ class GpuTarget:
         return GPUTarget("cuda", self._capability, 32)
 
     def get_current_device(self) -> int:
-        """The only one."""
+        """Return the only device."""
         return 0
 
     def get_current_stream(self, device: int = 0) -> int:
-        """None that runs."""
+        """Return a stream; none runs."""
         return 0
 
     def get_active_torch_device(self) -> torch.device:
-        """Where the tensors are."""
+        """Return the device of the tensors."""
         return torch.device("cpu")
 
     def get_device_interface(self) -> Any:
-        """CUDA's."""
+        """Return CUDA's interface."""
         return torch.cuda
 
     @staticmethod
     def is_active() -> bool:
-        """In place of the driver that there is none of."""
+        """Return True: it replaces the missing driver."""
         return True
 
 
 class _Compiled:
-    """``kernel[grid](...)`` compiles, and launches nothing."""
+    """``kernel[grid](...)`` compiles without launching."""
 
     def __init__(self, kernel: Any) -> None:
         self.kernel = kernel
@@ -74,7 +74,7 @@ class _Compiled:
         return lambda *args, **options: self.kernel.warmup(*args, grid=grid, **options)
 
     def take_all(self) -> list[Any]:
-        """What was compiled, and forget it."""
+        """Return and forget what was compiled."""
         compiled, *_ = self.kernel.device_caches[0]
         taken = list(compiled.values())
         self.kernel.device_caches.clear()
@@ -107,7 +107,7 @@ STEPS = [
 
 
 def compile_for(capability: int) -> None:
-    """Let Triton compile for a GPU of that capability, such as 90."""
+    """Make Triton compile for a GPU of that capability, such as 90."""
     driver.set_active(GpuTarget(capability))
     for name in KERNELS:
         setattr(triton_kernels, name, _Compiled(getattr(triton_kernels, name)))
@@ -123,7 +123,7 @@ def run_model(
     num_distances: int | None = None,
     crosses: bool = False,
 ) -> None:
-    """All steps of a model that has those heads, queries as they come out of a fused product."""
+    """Run all steps for a model's heads; queries come from a fused projection."""
     num_heads, num_kv_heads, head_dim = heads
     generator = torch.Generator().manual_seed(0)
     backend = triton_backend.TritonBackend(torch.device("cpu"), dtype, block_size)
@@ -165,7 +165,7 @@ def run_model(
 
 
 def compile_models(names: list[str]) -> list[dict[str, Any]]:
-    """What was compiled for each model, and what it takes."""
+    """Return what was compiled for each model, and the resources it needs."""
     compiled = []
     for name in names:
         run_model(**MODELS[name])
@@ -184,7 +184,7 @@ def compile_models(names: list[str]) -> list[dict[str, Any]]:
 
 
 def resources(compiled: Any) -> dict[str, int]:
-    """Registers of a thread, and bytes that it spills to its stack, as ``cuobjdump`` reads them."""
+    """Return registers per thread and bytes spilled to the stack, as ``cuobjdump`` reports them."""
     program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])

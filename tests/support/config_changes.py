@@ -1,4 +1,4 @@
-"""Every value of a JSON file, replaced by everything that it should not be."""
+"""Replaces every value of a JSON file with every kind of wrong value."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _VALUES: tuple[Any, ...] = (
     *(0, -1, 1, 3, 10**9, 10**18, -(10**18), 0.5, -1.5, 1e300, float("inf"), True, False, None),
     *("", "x", "1e9", [], [0], [-1], [10**9], ["x"], [[1, 2]], {}, {"x": 1}, [[[[]]]]),
 )
-# Beyond this it is a vocabulary.
+# A larger dict is a vocabulary.
 _MOST_KEYS = 100
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigChange:
-    """A config with one value replaced, or left out."""
+    """A config with one value replaced or removed."""
 
     key: str
     what: str
@@ -26,7 +26,7 @@ class ConfigChange:
 
 
 def config_changes(config: dict[str, Any]) -> Iterator[ConfigChange]:
-    """All of them, place by place."""
+    """Yield all changes, one position at a time."""
     for place in _places(config):
         outer = _at(config, place[:-1])
         for value in _VALUES:

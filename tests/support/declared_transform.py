@@ -1,4 +1,4 @@
-"""A transform as users write them, in a module that imports no more than it needs."""
+"""A transform as users write them, in a module with minimal imports."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from stages import TransformContext, requires
 
 @requires("hidden_states")
 def declared(context: TransformContext) -> Prompt:
-    """The request's id."""
+    """Return the request's id."""
     return TextPrompt(context.request_id)

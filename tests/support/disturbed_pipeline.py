@@ -1,4 +1,4 @@
-"""Runs of a pipeline whose driver is interrupted at one line, and what became of them."""
+"""Runs of a pipeline whose driver is interrupted at one line, and their outcomes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.line_faults import Event, LineFault
 from tests.support.same_outputs import assert_same
 
 WAYS = ("stream", "async", "abort", "leave")
-"""How requests are asked: by two of the callers' ways, one aborted, or all given up."""
+"""How requests are run: through two of the callers' interfaces, with one or all of them aborted."""
 FOLDERS = ("omni/runtime", "stages/worker")
 
 Outputs: TypeAlias = Mapping[str, Sequence[OmniOutput]]
@@ -30,12 +30,12 @@ Outputs: TypeAlias = Mapping[str, Sequence[OmniOutput]]
 
 @dataclass(frozen=True)
 class Place:
-    """A line that the driver passes.
+    """A line that the driver executes.
 
     Attributes:
-        way: of :data:`WAYS`.
-        line: which one.
-        nth: at which of its turns.
+        way: one of :data:`WAYS`.
+        line: the line.
+        nth: the iteration of the driver's loop.
     """
 
     way: str
@@ -44,14 +44,14 @@ class Place:
 
 
 class _AimedFault(LineFault):
-    """A fault of a thread that runs on, which is aimed at a line while it does."""
+    """A fault in a running thread, aimed at a line while the thread runs."""
 
     def aim(self, at: Event | None, nth: int) -> None:
         self._at, self._nth = at, nth
         self.place, self.num_events, self.events = None, 0, []
 
     def trace_again(self) -> None:
-        """Go on after a fault that ended no thread: Python stops tracing when a tracer raises."""
+        """Resume tracing after a fault ended no thread: Python stops it when a tracer raises."""
         if sys.gettrace() is None:
             sys.settrace(self._call)
             frame = sys._getframe().f_back
@@ -61,13 +61,13 @@ class _AimedFault(LineFault):
 
 
 class DisturbedPipeline:
-    """A pipeline that is asked the same over and over, whatever interrupts its driver meanwhile.
+    """A pipeline that runs the same requests repeatedly while its driver is interrupted.
 
     Args:
-        build: makes its stages.
+        build: builds its stages.
         prompts: one for each request, by id.
-        patience_s: after which a run hangs.
-        traces: a folder that traces are written to; None for none.
+        patience_s: timeout after which a run counts as hanging.
+        traces: a folder for traces; None writes none.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class DisturbedPipeline:
         self._expected = self._asked("stream")
 
     def open(self) -> None:
-        """Build the pipeline, in place of one that cannot go on."""
+        """Build the pipeline, replacing one that cannot continue."""
         self.stages = self._build()
         for stage in self.stages:
             stage.rebuild = partial(_forget, stage)  # type: ignore[method-assign]
@@ -107,7 +107,7 @@ class DisturbedPipeline:
         driver._wait_for_work = turned  # type: ignore[method-assign]
 
     def places(self, repeats: int, draw: random.Random) -> list[Place]:
-        """Every line that the driver passes, at up to so many of its turns."""
+        """Return every line that the driver executes, in up to ``repeats`` iterations each."""
         found: dict[Event, list[Place]] = {}
         for way in WAYS:
             self._fault.aim(None, -1)
@@ -115,7 +115,7 @@ class DisturbedPipeline:
             counted = Counter(self._fault.events)
             self._rest()
             for line, count in counted.items():
-                # Not the last turns: another run may have fewer.
+                # Not the last iterations: another run may have fewer.
                 turns = range((count + 1) // 2)
                 found.setdefault(line, []).extend(Place(way, line, nth) for nth in turns)
         return [
@@ -125,7 +125,7 @@ class DisturbedPipeline:
         ]
 
     def run(self, place: Place) -> Outcome:
-        """Ask, interrupt the driver, then ask all again; and see that the stages hold nothing."""
+        """Run, interrupt the driver, run all again, and check that the stages hold nothing."""
         self._fault.aim(place.line, place.nth)
         where = None
         try:
@@ -150,7 +150,7 @@ class DisturbedPipeline:
         self._fault.aim(None, 2**60)
 
     def _judge(self, outputs: Outputs, way: str) -> str:
-        """Whether every answer is right, or says what interrupted it."""
+        """Classify the outputs: every one is right, or reports the interruption."""
         kind = "went on"
         for request_id in self._prompts:
             found = outputs.get(request_id, ())
@@ -168,7 +168,7 @@ class DisturbedPipeline:
         return kind
 
     def _check_idle(self) -> None:
-        """No stage holds anything, unless it is to be built again when it is next used."""
+        """Check that no stage holds anything, unless it will be rebuilt on its next use."""
         links: Any = self.omni._driver._orchestrator._links
         with self.omni.paused():
             for stage in self.stages:
@@ -179,16 +179,16 @@ class DisturbedPipeline:
                 stage.check_integrity()
 
     def _asked(self, way: str) -> Outputs:
-        """All outputs, if they come in time."""
+        """Return all outputs, if they arrive in time."""
         found: dict[str, list[OmniOutput]] = {}
         self._in_time(lambda: self._ask(way, found))
         return found
 
     def _in_time(self, work: Callable[[], None]) -> None:
-        """Do what may hang.
+        """Run work that may hang.
 
         Raises:
-            TimeoutError: it did.
+            TimeoutError: it did hang.
         """
         errors: list[BaseException] = []
 
@@ -224,7 +224,7 @@ class DisturbedPipeline:
 
 
 def _forget(stage: Stage) -> None:
-    """Build a stage again that has no model."""
+    """Rebuild a stage that has no model."""
     for name in [*stage.live]:  # type: ignore[attr-defined]
         stage.abort(name)
 

@@ -1,4 +1,4 @@
-"""A run of an engine in which one step is interrupted somewhere, and what became of it."""
+"""A run of an engine with one step interrupted somewhere, and its outcome."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Outputs = Mapping[str, Sequence[Any]]
 
 @dataclass(frozen=True)
 class Subject:
-    """An engine, what it is asked, and what is right.
+    """An engine, its requests, and the right outputs.
 
     Attributes:
-        name: what it runs.
-        build: makes the engine.
-        add: adds all of the requests, each under an id that begins so.
-        check: raises ``AssertionError`` unless the outputs of a request, by the id's end, are those
-            that it has alone and undisturbed; for requests that did not fail.
-        num_asks: how many requests there are.
+        name: name of the kind.
+        build: builds the engine.
+        add: adds all of the requests, with ids that begin with the given prefix.
+        check: raises ``AssertionError`` unless a request's outputs, given the rest of its id, are
+            those that it has alone and undisturbed; for requests that did not fail.
+        num_asks: number of requests.
     """
 
     name: str
@@ -39,15 +39,15 @@ class Subject:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a run.
+    """The outcome of a run.
 
     Attributes:
         kind: ``went on`` (every request ended as if nothing had happened), ``failed alone`` (some
             ended with an error that says so, all others as if nothing had happened), ``said
-            broken`` (the engine refuses to go on); or what must not be: ``wrong``, ``silently
-            broken``, ``hangs``.
+            broken`` (the engine refuses to continue); or a failure: ``wrong``, ``silently broken``,
+            ``hangs``.
         place: where the fault was raised.
-        detail: what was seen.
+        detail: what was observed.
     """
 
     kind: str
@@ -56,11 +56,11 @@ class Outcome:
 
 
 class _HangsError(Exception):
-    """Requests are live, and do not end."""
+    """Requests are live but do not end."""
 
 
 def warmed_up(subject: Subject) -> Engine[Any]:
-    """A new engine whose steps take the ways of one that has run before."""
+    """Return a new engine that has run before, so that its steps use the same paths."""
     engine = subject.build()
     subject.add(engine, "warm-up")
     _run(engine, -1, LineFault(-1))
@@ -69,7 +69,7 @@ def warmed_up(subject: Subject) -> Engine[Any]:
 
 
 def events_of_steps(subject: Subject, *, bytecodes: bool = False) -> list[list[Event]]:
-    """Lines, or bytecodes, of every step of an undisturbed run that is not the first."""
+    """Return the lines or bytecodes of every step, except the first, of an undisturbed run."""
     engine = warmed_up(subject)
     subject.add(engine, "r")
     steps: list[list[Event]] = []
@@ -83,14 +83,14 @@ def events_of_steps(subject: Subject, *, bytecodes: bool = False) -> list[list[E
 def disturbed_run(
     engine: Engine[Any], subject: Subject, step: int, fault: LineFault, aborted: int | None = None
 ) -> Outcome:
-    """Interrupt one step, go on, then ask everything again, and compare with each alone.
+    """Interrupt one step, continue, rerun everything, and compare each output with its solo run.
 
     Args:
-        engine: idle, and consistent.
-        subject: what it is asked.
-        step: which step is interrupted.
-        fault: where, and by what.
-        aborted: a request that its caller gives up after that.
+        engine: idle and consistent.
+        subject: the engine's requests.
+        step: number of the interrupted step.
+        fault: the line and the error.
+        aborted: a request that is aborted after the fault.
     """
     kind = "went on"
     try:
@@ -106,7 +106,7 @@ def disturbed_run(
                 kind = "failed alone"
                 continue
             subject.check(number, outputs)
-        subject.add(engine, "r")  # the same ids: nothing may be left of those before
+        subject.add(engine, "r")  # the same ids: nothing may be left of the earlier requests
         again = _run(engine, -1, fault)
         for number in range(subject.num_asks):
             outputs = again[f"r{number}"]
@@ -126,7 +126,7 @@ def disturbed_run(
 
 
 def _run(engine: Engine[Any], step: int, fault: LineFault, aborted: str | None = None) -> Outputs:
-    """Step until all have ended, and see that nothing is held then."""
+    """Step until all have ended, and check that the engine holds nothing."""
     found: dict[str, list[Any]] = {}
     for number in range(MAX_STEPS):
         if not engine.has_unfinished_requests:

@@ -1,4 +1,4 @@
-"""What transformers computes with an encoder-decoder's weights, one request at a time."""
+"""transformers' outputs for an encoder-decoder's weights, one request at a time."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from transformers.models.mllama.processing_mllama import (
 from engine.requests.encoder_input import EncoderInput
 
 NEAR_TIE = 1e-4
-"""Logits closer than this may be ordered either way by rounding alone."""
+"""Logits closer than this may swap order by rounding alone."""
 
 
 class EncoderDecoderReference:
-    """A checkpoint in transformers, run in full passes without padding and without a cache."""
+    """A checkpoint in transformers, run in full passes without padding or cache."""
 
     def __init__(self, folder: str, attention: str = "sdpa") -> None:
         self.config = AutoConfig.from_pretrained(folder)
@@ -32,7 +32,7 @@ class EncoderDecoderReference:
 
     @torch.inference_mode()
     def encode(self, entry: EncoderInput) -> Tensor:
-        """``(rows, width)`` of the encoder."""
+        """Return the encoder's output, ``(rows, width)``."""
         if self.config.model_type == "mllama":
             vision = self.model.model.vision_model(**_batched(entry)).last_hidden_state
             rows: Tensor = self.model.model.multi_modal_projector(vision).flatten(0, 3)
@@ -44,7 +44,7 @@ class EncoderDecoderReference:
     def decode(
         self, entry: EncoderInput | None, decoder_ids: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states after the final norm, and logits, of all decoder tokens."""
+        """Return hidden states after the final norm, and logits, of all decoder tokens."""
         ids = torch.tensor([list(decoder_ids)])
         if self.config.model_type == "mllama":
             inputs = {} if entry is None else _batched(entry) | self._image_mask(entry, decoder_ids)
@@ -58,7 +58,7 @@ class EncoderDecoderReference:
         return hidden.last_hidden_state[0], output.logits[0]
 
     def inputs(self, entry: EncoderInput | None, decoder_ids: Sequence[int]) -> dict[str, Tensor]:
-        """Arguments of the whole model, as its ``forward`` and ``generate`` take them."""
+        """Return arguments of the whole model for ``forward`` and ``generate``."""
         ids = torch.tensor([list(decoder_ids)])
         given = {} if entry is None else _batched(entry)
         if self.config.model_type != "mllama":
@@ -67,7 +67,7 @@ class EncoderDecoderReference:
         return given | mask | {"input_ids": ids}
 
     def _image_mask(self, entry: EncoderInput, decoder_ids: Sequence[int]) -> dict[str, Tensor]:
-        """As transformers' processor makes it, every later token being like the last."""
+        """Return the mask of transformers' processor; later tokens repeat the last row."""
         ranges = get_cross_attention_token_mask(list(decoder_ids), self.config.image_token_index)
         tiles = entry.features["aspect_ratio_mask"]
         mask = convert_sparse_cross_attention_mask_to_dense(
@@ -83,7 +83,7 @@ def _batched(entry: EncoderInput) -> dict[str, Tensor]:
 
 
 def assert_greedy_choices(logits: Tensor, token_ids: Sequence[int]) -> None:
-    """Fail unless each token is the most likely one, near ties excused."""
+    """Fail unless each token is the most likely one, except for near ties."""
     for place, (row, token_id) in enumerate(zip(logits, token_ids, strict=True)):
         gap = float(row.max() - row[token_id])
         assert gap < NEAR_TIE, f"token {place} is {token_id}, but another is ahead by {gap:.2e}"

@@ -1,4 +1,4 @@
-"""Requests for the seeded encoder-decoders, and what transformers makes of their raw inputs."""
+"""Requests for the seeded encoder-decoders, and transformers' processing of their raw inputs."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ _TEXTS = (
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A prompt, with its two sides as their raw inputs, which the oracle reads by itself.
+    """A prompt, with the raw inputs of both sides for the oracle.
 
-    Equal to itself alone: samples and pictures have no hash.
+    Compared by identity: samples and pictures have no hash.
     """
 
     encoder: str | tuple[int, ...] | NDArray[np.float32] | Image.Image | None
@@ -60,7 +60,7 @@ class Case:
 
 
 def tone(seconds: float, pitch: float = 440.0, seed: int = 0) -> NDArray[np.float32]:
-    """A tone with some noise, mono."""
+    """Return a tone with some noise, mono."""
     times = np.arange(int(seconds * SAMPLING_RATE)) / SAMPLING_RATE
     noise = np.random.default_rng(seed).normal(0, 0.05, len(times))
     samples: NDArray[np.float32] = (0.5 * np.sin(2 * np.pi * pitch * times) + noise).astype("f4")
@@ -68,7 +68,7 @@ def tone(seconds: float, pitch: float = 440.0, seed: int = 0) -> NDArray[np.floa
 
 
 def write_wav(path: Path, samples: NDArray[Any], rate: int = SAMPLING_RATE) -> Path:
-    """Write mono samples in -1 to 1 as a file of 16 bits."""
+    """Write mono samples in -1 to 1 as a 16-bit file."""
     with wave.open(str(path), "wb") as file:
         file.setnchannels(1)
         file.setsampwidth(2)
@@ -78,13 +78,13 @@ def write_wav(path: Path, samples: NDArray[Any], rate: int = SAMPLING_RATE) -> P
 
 
 def noise_image(width: int, height: int, seed: int = 0) -> Image.Image:
-    """Random pixels."""
+    """Return random pixels."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(pixels)
 
 
 def cases(family: str, folder: str) -> list[Case]:
-    """Mixed lengths on both sides, default decoder prompts and explicit ones."""
+    """Return cases of mixed lengths on both sides, with default and explicit decoder prompts."""
     match family:
         case "whisper":
             return _speech_cases(folder)
@@ -158,7 +158,7 @@ class Oracle:
         self.reference = EncoderDecoderReference(folder)
 
     def read(self, case: Case) -> EncoderInput | None:
-        """The encoder's input, as transformers' own processors make it."""
+        """Return the encoder's input, as transformers' processors compute it."""
         raw = case.encoder
         if raw is None:
             return None
@@ -176,9 +176,9 @@ class Oracle:
 
     @torch.inference_mode()
     def answer(self, case: Case, num_tokens: int, rules: Sequence[Any] = ()) -> GreedyAnswer:
-        """Greedy ``generate`` with what the generation config suppresses, and hidden states."""
+        """Run greedy ``generate`` with the generation config's suppression, and hidden states."""
         entry = self.read(case)
-        # Not Whisper's own loop over windows of sound, which begins prompts by itself.
+        # Not Whisper's own loop over audio windows, which builds prompts itself.
         out: Any = GenerationMixin.generate(
             self.reference.model,
             **self.reference.inputs(entry, case.decoder),

@@ -1,17 +1,16 @@
-"""How many examples a property is tried with."""
+"""The number of examples of a property."""
 
 from __future__ import annotations
 
 from hypothesis import settings
 
 USUAL, LONG = 30, 2000
-"""Examples of a property that does not say how many it wants, in the usual profile and in the long
-one."""
+"""Default number of examples of a property, in the usual profile and in the long one."""
 
 
 def examples(number: int) -> int:
-    """A number for a profile of 100, scaled to the present one: 30 in 100 usually.
+    """Scale a number for a profile of 100 to the current profile: usually 30 in 100.
 
-    Each run of the tests draws others; ``torture/properties.py`` looks further.
+    Each run of the tests draws other examples; ``torture/properties.py`` tries more.
     """
     return max(1, number * settings().max_examples // 100)

@@ -1,4 +1,4 @@
-"""A server with OpenAI's API that says what a test tells it to, piece by piece."""
+"""A server with OpenAI's API whose answers a test scripts piece by piece."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from tests.support.patience import PATIENCE_S
 
 
 class Break(Exception):
-    """Raised by a script: the connection is closed in the middle."""
+    """Raised by a script to close the connection in the middle."""
 
 
 class FakeOpenAI:
     """Listens on a free port in the running event loop.
 
     Args:
-        answer: given a request's path and body, yields what its stream is made of: events as
+        answer: given a request's path and body, yields the pieces of its stream: events as
             objects, or raw bytes. It may wait in between, and raise :class:`Break`.
-        models: that it tells of; None: it does not know that address.
+        models: ids that it lists; with None the address does not exist.
 
     Attributes:
-        status: of the answers; others than 200 send ``error`` in the place of a stream.
-        error: that is sent then.
+        status: of the answers; statuses other than 200 send ``error`` instead of a stream.
+        error: body of such an answer.
         content_type: of the streams.
-        requests: path, headers and body of every request for an answer.
+        requests: path, headers and body of every generation request.
     """
 
     def __init__(
         self,
         answer: Callable[[str, Any], AsyncIterator[Any]] | None = None,
-        models: list[str] | None = ["fake"],  # noqa: B006 - nobody changes it
+        models: list[str] | None = ["fake"],  # noqa: B006 - never mutated
     ) -> None:
         self._answer = answer
         self._models = models
@@ -103,27 +103,27 @@ def _whole(writer: asyncio.StreamWriter, status: int, content: Any) -> None:
 
 
 def chat_piece(text: str | None, **delta: Any) -> dict[str, Any]:
-    """What is new of a chat's answer."""
+    """Return a delta of a chat's answer."""
     choice = {"index": 0, "delta": {"content": text, **delta}, "finish_reason": None}
     return {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "fake",
             "choices": [choice]}  # fmt: skip
 
 
 def audio_piece(num_samples: int, rate: int | None = None) -> dict[str, Any]:
-    """A piece of sound."""
+    """Return a piece of audio."""
     audio = {"id": "a", "data": b64encode(bytes(2 * num_samples)).decode()}
     return chat_piece(None, audio=audio | ({"sampling_rate": rate} if rate else {}))
 
 
 def completion_piece(text: str) -> dict[str, Any]:
-    """What is new of a completion."""
+    """Return a delta of a completion."""
     choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": None}
     return {"id": "c", "object": "text_completion", "created": 1, "model": "fake",
             "choices": [choice]}  # fmt: skip
 
 
 def usage_piece(prompt: int, completion: int, cached: int | None = None) -> dict[str, Any]:
-    """The last one but ``[DONE]``, with all counts."""
+    """Return the last event before ``[DONE]``, with all counts."""
     usage: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -137,7 +137,7 @@ def usage_piece(prompt: int, completion: int, cached: int | None = None) -> dict
 
 @contextmanager
 def in_thread(server: FakeOpenAI) -> Iterator[FakeOpenAI]:
-    """Let it listen in a thread, for clients that run an event loop of their own."""
+    """Run the server in a thread, for clients with their own event loop."""
     started, ended = threading.Event(), threading.Event()
 
     async def serve() -> None:

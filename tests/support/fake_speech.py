@@ -1,6 +1,6 @@
-"""Stages that hear, think and speak without a model, in chunks or whole, with few seats.
+"""Stages without a model that think and speak, in chunks or whole, with few slots.
 
-What they put out depends on their input alone, token by token, so that a run with chunks can be
+Their output depends on their input alone, token by token, so that a run with chunks can be
 compared with one without.
 """
 
@@ -22,7 +22,7 @@ from stages import Stage, StageInputs, StageOutput, StageRequest, StageStats
 
 @dataclass(slots=True)
 class _Run:
-    """One request in a stage: what came in, what came out."""
+    """One request in a stage: its input and output."""
 
     request: StageRequest
     prompt: list[int]
@@ -34,7 +34,7 @@ class _Run:
 
 
 class FakeSpeechStage(Stage):
-    """Makes one token of each unit of its input, and ``tail`` more after the last.
+    """Makes one token per unit of its input, and ``tail`` more after the last.
 
     Args:
         name: of the stage.
@@ -43,21 +43,21 @@ class FakeSpeechStage(Stage):
         chunk_size: of the edge.
         max_pending: of the edge.
         seats: requests that run at a time; one that is paused or waits for input keeps its seat.
-        rotate: steps after which the oldest of them goes to the end of the queue, as if preempted.
-        steps_per_token: steps of work that one token takes.
+        rotate: steps after which the oldest one moves to the end of the queue, as if preempted.
+        steps_per_token: number of steps per token.
         tail: tokens after the last unit.
-        limit: tokens after which a request ends by its length.
+        limit: number of tokens after which a request ends with reason length.
         fail: ids that end with an error, with the number of tokens after which they do.
-        explode: ids during whose turn ``step`` raises, with the number of tokens as well.
-        refuse: ids refused, with how many chunks are taken before.
-        endless: ids that go on after their last token, until they are aborted.
-        hide_rows: every how many-th call of ``partial_tensors`` finds nothing.
+        explode: ids for which ``step`` raises, with the number of tokens as well.
+        refuse: ids that are refused, with the number of chunks that are accepted before.
+        endless: ids that continue after their last token until they are aborted.
+        hide_rows: every n-th call of ``partial_tensors`` finds nothing.
         final_output: what the user gets.
-        speakers: as it says of itself.
+        speakers: value of the stage's property.
 
     Attributes:
-        is_held: asked before every step, by whoever drives the stage; while it is so, the stage
-            works on and comes no further.
+        is_held: checked before every step by the driver of the stage; while it is true, the stage
+            steps without making progress.
     """
 
     makes: tuple[str, ...] = ()
@@ -118,7 +118,7 @@ class FakeSpeechStage(Stage):
 
     @abstractmethod
     def read(self, prompt: Prompt) -> tuple[Sequence[int], Sequence[int], bool]:
-        """A prompt's own units, those that tokens are made of, and whether it is the last."""
+        """Return a prompt's own units, the units of tokens, and True if it is the last."""
 
     def add_request(self, request: StageRequest) -> None:
         self._receive(request.request_id, request.prompt)
@@ -169,7 +169,7 @@ class FakeSpeechStage(Stage):
     def _step(self) -> list[StageOutput]:
         if self.live and self.is_held():
             self._num_held_steps += 1
-            time.sleep(0.0005)  # others may have to come further first, in threads of their own
+            time.sleep(0.0005)  # lets others, in their own threads, make progress first
             return []
         seated = list(self.live)[: self.seats]
         able = [id_ for id_ in seated if not (self.live[id_].paused or self.needs_input(id_))]
@@ -191,7 +191,7 @@ class FakeSpeechStage(Stage):
         if run.work % self.steps_per_token:
             return None
         before = len(run.tokens)
-        # A last chunk may bring nothing but the news that it is the last.
+        # A last chunk may contain nothing but the flag that it is the last.
         length = len(run.units) + (10**9 if request_id in self.endless else self.tail)
         if not run.is_last or before < length:
             known = run.prompt + run.units[: before + 1]
@@ -216,7 +216,7 @@ class FakeSpeechStage(Stage):
         return output
 
     def dress(self, output: StageOutput, tokens: Sequence[int], before: int) -> StageOutput:
-        """Add what this kind of stage makes of its tokens, of which the first were there before."""
+        """Add this kind of stage's data for its tokens; the first ``before`` were there already."""
         return replace(output, text=_letters(tokens), delta=_letters(tokens[before:]))
 
     def _rows(self, request_id: str) -> dict[str, Tensor]:
@@ -286,7 +286,7 @@ class Talker(FakeSpeechStage):
 
 
 class Vocoder(FakeSpeechStage):
-    """Codes in, sound out: as many samples per token, told as they come."""
+    """Codes in, sound out: a fixed number of samples per token, sent as they come."""
 
     def read(self, prompt: Prompt) -> tuple[Sequence[Any], Sequence[Any], bool]:
         assert isinstance(prompt, CodecPrompt)

@@ -1,4 +1,4 @@
-"""The stages that speak without a model, as a kind of stage: for workers, which build their own."""
+"""The model-free speech stages as a kind of stage, for workers that build their own stages."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _ROLES: dict[str, type[FakeSpeechStage]] = {
 
 @register_stage_kind
 class FakeSpeechConfig(StageConfig):
-    """One of :mod:`tests.support.fake_speech`'s stages: the one that it is named after.
+    """The stage of :mod:`tests.support.fake_speech` that it is named after.
 
     Attributes:
-        tail: tokens after the last unit of its input; negative ones cannot be built.
-        pause_s: how long each of its steps takes, in seconds.
-        logs: a warning that it logs of every request.
-        outputs: tensors that it hands on; None for what its consumers need.
+        tail: tokens after the last unit of its input; negative values fail to build.
+        pause_s: duration of each step, in seconds.
+        logs: a warning logged for every request.
+        outputs: tensors that it passes on; None for those its consumers need.
     """
 
     takes_chunks: ClassVar[bool] = True
@@ -72,7 +72,7 @@ class FakeSpeechConfig(StageConfig):
 def fake_speech(
     runtime: dict[str, Any], wanted: Collection[str] = tuple(_ROLES), **changes: dict[str, Any]
 ) -> PipelineConfig:
-    """A thinker, a talker and a vocoder that stream; keyword arguments by stage."""
+    """Return a thinker, a talker and a vocoder that stream; keyword arguments by stage."""
     edge = {"from": "thinker", "transform": "thinker_to_talker", "chunk_size": 2}
     sound = {"from": "talker", "transform": "talker_to_code2wav", "chunk_size": 3}
     stages: dict[str, dict[str, Any]] = {

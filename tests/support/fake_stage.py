@@ -1,4 +1,4 @@
-"""A stage without a model: it says what it was given, slowly, and fails when it is told to."""
+"""A stage without a model that echoes its prompt slowly, and fails on demand."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class FakeStage(Stage):
         name: of the stage.
         sources: the stages that feed it, by ``transform``; none for a root.
         transform: of its inputs.
-        steps: how many steps a request takes.
+        steps: number of steps per request.
         refuse: ids whose ``add_request`` raises ``ValueError``.
         fail: ids that end with an error.
         lose: ids that it forgets.
         explode: ids during whose presence ``step`` raises.
         endless: ids that never end by themselves.
-        stuck: whether ``abort`` raises after an explosion.
-        final: whether the user gets its text.
-        hidden_size: as it says of itself.
-        outputs: as it says of itself.
-        sampling: as it says of itself.
+        stuck: if true, ``abort`` raises after an explosion.
+        final: if true, the user gets its text.
+        hidden_size: value of the stage's property.
+        outputs: value of the stage's property.
+        sampling: value of the stage's property.
     """
 
     enable_prefix_caching = True
@@ -122,7 +122,7 @@ class FakeStage(Stage):
         )
 
     def expected(self, request: StageRequest) -> str:
-        """The text it makes of a request."""
+        """Return its output text for a request."""
         return f"{self.name}({_as_text(request.prompt)})"
 
     def abort(self, request_id: str) -> None:

@@ -1,15 +1,15 @@
-"""Makes the table in ``docs/models.md`` of what tests show of each family.
+"""Generates the table in ``docs/models.md`` of what tests show of each family.
 
     python -m tests.support.family_table      # runs those tests, and writes what passed
 
-A test says by a mark what it shows; of which family, its parameters say by the names of seeded
-models, or else the mark::
+A mark states what a test shows. The family follows from the seeded models in its parameters, or
+else from the mark::
 
     @pytest.mark.shows("parity", "hidden states")           of every family in its parameters
     @pytest.mark.shows("layout", of="qwen3_omni", layout="Qwen/Qwen3-Omni-30B-A3B-Instruct")
 
-What is shown of images or sound counts for families that take them. ``formats`` are those in the
-parameters, beside float32, in which parity is shown.
+What is shown of images or sound counts for families that accept them. ``formats`` are the formats
+in the parameters, in addition to float32, for which parity is shown.
 """
 
 from __future__ import annotations
@@ -64,17 +64,17 @@ _NAMES = {
 }
 
 Shown = Mapping[str, set[str]]
-"""By family: names of columns, of formats, and hub ids of layouts."""
+"""Names of columns, formats, and hub ids of layouts, by family."""
 
 
 def marked_files() -> set[Path]:
-    """Files that have tests with the mark."""
+    """Return the files that have tests with the mark."""
     files = (ROOT / "tests").rglob("test_*.py")
     return {file for file in files if "pytest.mark.shows(" in file.read_text("utf-8")}
 
 
 def shown_by(items: Iterable[pytest.Item]) -> Shown:
-    """What some tests show, if they pass."""
+    """Return what some tests show if they pass."""
     shown: dict[str, set[str]] = defaultdict(set)
     for item in items:
         values = _words(getattr(item, "callspec", None))
@@ -87,17 +87,17 @@ def shown_by(items: Iterable[pytest.Item]) -> Shown:
 
 
 def _words(callspec: Any) -> set[str]:
-    """First words of a test's parameters, those in tuples too: ``qwen2`` of ``qwen2-sliding``."""
+    """First words of a test's parameters, also within tuples: ``qwen2`` of ``qwen2-sliding``."""
     given = [] if callspec is None else list(callspec.params.values())
     flat = [each for value in given for each in (value if isinstance(value, tuple) else (value,))]
     return {re.split(r"[ -]", each)[0] for each in flat if isinstance(each, str)}
 
 
 def _modalities() -> Mapping[str, set[str]]:
-    """What prompts of each family are made of, of all its parts together."""
+    """Return the modalities of each family's prompts, over all its parts."""
     taken: dict[str, set[str]] = defaultdict(set)
     for row in FAMILIES.rows.values():
-        if row.makes_sound:  # of what another model of the family has made
+        if row.makes_sound:  # from the output of another model of the family
             continue
         family = row.name if row.whole is None else row.whole.removesuffix("_moe")
         taken[family] |= set(row.modalities)
@@ -107,12 +107,12 @@ def _modalities() -> Mapping[str, set[str]]:
 
 
 def _billions(hub_id: str) -> float:
-    """By its name, as far as that says it."""
+    """Return the number of parameters according to the name."""
     return float((*re.findall(r"(\d+(?:\.\d+)?)[Bb]", hub_id), 0)[0])
 
 
 def table_of(shown: Shown) -> str:
-    """The table, in Markdown."""
+    """Return the table in Markdown."""
     lines = [
         f"| family | {' | '.join(_COLUMNS)} | formats | largest published layout |",
         f"|---|{'---|' * (len(_COLUMNS) + 2)}",
@@ -135,7 +135,7 @@ def table_of(shown: Shown) -> str:
 
 
 def page_with(table: str) -> str:
-    """The page, with this table between its marks."""
+    """Return the page with this table between its markers."""
     page = PAGE.read_text("utf-8")
     if not _MARKS.search(page):
         raise ValueError(f"{PAGE} lacks the marks between which the table stands")
@@ -143,7 +143,7 @@ def page_with(table: str) -> str:
 
 
 class _Passed:
-    """Keeps the tests of a run that passed."""
+    """Records the tests of a run that passed."""
 
     def __init__(self) -> None:
         self.items: list[pytest.Item] = []

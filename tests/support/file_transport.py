@@ -1,4 +1,4 @@
-"""A direct transport for Ray, by way of files: what is offered lies in one until it is freed."""
+"""A direct transport for Ray by files: an offered tensor stays in a file until it is freed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ray.experimental import (
 )
 
 FILES = "OMNI_TEST_FILES"
-"""Ray's name of it."""
+"""Ray's name of the transport."""
 
 _FETCHED = "fetched"
 
@@ -29,7 +29,7 @@ class _File(TensorTransportMetadata):
 
 
 class FileTransport(TensorTransportManager):
-    """Only what Ray calls on CPU tensors that are put by one actor and fetched by another."""
+    """Only the methods that Ray calls on CPU tensors put by one actor and fetched by another."""
 
     def tensor_transport_backend(self) -> str:
         return FILES
@@ -79,7 +79,7 @@ class FileTransport(TensorTransportManager):
 
 
 def register_files() -> None:
-    """Let Ray know of it, in this process and in actors that it starts from now on."""
+    """Register it with Ray, in this process and in actors started from now on."""
     try:
         register_tensor_transport(FILES, ["cpu"], FileTransport, torch.Tensor)
     except ValueError as error:
@@ -88,7 +88,7 @@ def register_files() -> None:
 
 
 def _folder() -> Path:
-    """Where the files of this process's cluster and job are."""
+    """Return the folder for the files of this process's cluster and job."""
     context = ray.get_runtime_context()
     name = f"omni-files-{context.gcs_address.replace(':', '-')}-{context.get_job_id()}"
     folder = Path(tempfile.gettempdir(), name)
@@ -97,16 +97,16 @@ def _folder() -> Path:
 
 
 def num_fetched() -> int:
-    """How often a tensor was fetched."""
+    """Return how often a tensor was fetched."""
     log = _folder() / _FETCHED
     return len(log.read_text().splitlines()) if log.exists() else 0
 
 
 def num_offered() -> int:
-    """Tensors that lie there."""
+    """Return the number of tensors on offer."""
     return sum(path.name != _FETCHED for path in _folder().iterdir())
 
 
 def remove_files() -> None:
-    """Leave nothing."""
+    """Remove all files."""
     shutil.rmtree(_folder())

@@ -1,4 +1,4 @@
-"""What input processing has to know of an encoder, without a model."""
+"""The properties of an encoder that input processing needs, without a model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.requests.encoder_input import EncoderInput, EncoderView
 
 @dataclass(frozen=True)
 class FixedEncoder:
-    """An encoder of a given length, all of whose rows every token sees."""
+    """An encoder of a fixed length, all of whose rows are visible to every token."""
 
     max_encoder_len: int = 100
     input_vocab_size: int = 400

@@ -1,4 +1,4 @@
-"""What tests share of models that draw sound frame by frame: what a codec gets, and its speech."""
+"""Helpers of tests of models that sample audio frame by frame: codec inputs and speech."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"num_blocks": 30, "max_model_len": 100, "max_num_seqs": 3},
     {"num_blocks": 30, "max_model_len": 100, "max_num_seqs": 3, "preemption": "swap"},
 )
-"""Of engines whose frames are those of transformers."""
+"""Engine settings whose frames equal those of transformers."""
 
 
 def sound(seconds: float) -> Any:
@@ -31,7 +31,7 @@ def engine_for(folder: str, **settings: Any) -> LLMEngine:
 
 
 def drawn(output: RequestOutput, name: str) -> Tensor:
-    """The rows that came with generated tokens."""
+    """Return the rows that came with generated tokens."""
     assert output.error is None
     rows: Tensor = output.outputs[0].tensors[name]
     return rows[len(output.prompt_token_ids) :]
@@ -43,7 +43,7 @@ def asked(prompt: Prompt, **sampling: Any) -> OmniRequest:
 
 
 def samples_of(omni: Omni, request: OmniRequest) -> Tensor:
-    """The whole sound of a request."""
+    """Return the whole audio of a request."""
     (output,) = omni.generate([request])
     audio = output.stages["codec"].audio
     assert audio is not None and audio.sampling_rate == 24_000
@@ -51,7 +51,7 @@ def samples_of(omni: Omni, request: OmniRequest) -> Tensor:
 
 
 def check_speech(omni: Omni, request: OmniRequest, expected: Tensor) -> None:
-    """Check that the sound is the one expected, in pieces that grow, and whole."""
+    """Check that the audio is the expected one, both in growing pieces and whole."""
     pieces = [
         delta.samples
         for output in omni.stream([request])

@@ -1,4 +1,4 @@
-"""A kind of stage, for YAML, that goes on only while a test lets it."""
+"""A kind of stage, for YAML, that proceeds only while a test allows it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from tests.support.fake_stage import FakeStage
 
 
 class Gate:
-    """Holds a stage's steps back until it is opened, for good or for some."""
+    """Holds a stage's steps back until it is opened, permanently or for some steps."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._num_steps = 0.0
 
     def open(self, num_steps: float = float("inf")) -> None:
-        """Let so many more steps pass."""
+        """Allow so many more steps."""
         with self._changed:
             self._num_steps += num_steps
             self._changed.notify_all()
 
     def passes(self) -> bool:
-        """Wait a little; whether a step may pass."""
+        """Wait briefly; return True if a step may run."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._num_steps >= 1, 0.005):
                 return False
@@ -35,7 +35,7 @@ class Gate:
 
 
 GATES: dict[str, Gate] = {}
-"""By stage name."""
+"""Gates by stage name."""
 
 
 @register_stage_kind
@@ -43,8 +43,8 @@ class GatedStageConfig(StageConfig):
     """A :class:`FakeStage` behind a gate.
 
     Attributes:
-        steps: how many steps a request takes.
-        fails: whether every request ends with an error.
+        steps: number of steps per request.
+        fails: if true, every request ends with an error.
     """
 
     kind: Literal["gated"]
@@ -84,7 +84,7 @@ class GatedStage(FakeStage):
 
 
 def gated_pipeline(name: str, **settings: object) -> PipelineConfig:
-    """A pipeline of one such stage, which has the pipeline's name; its gate is closed."""
+    """Return a pipeline of one such stage with the pipeline's name; its gate is closed."""
     GATES[name] = Gate()
     stage = {"kind": "gated", "final_output": "text", **settings}
     return PipelineConfig.model_validate({"name": name, "stages": {name: stage}})

@@ -1,4 +1,4 @@
-"""Writes GGUF files of checkpoints as llama.cpp's converter does, with the ``gguf`` package."""
+"""Writes GGUF files of checkpoints like llama.cpp's converter, with the ``gguf`` package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gguf import (
 from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
-# By transformers' model types; tensors get the names that the package's own table has for theirs.
+# By transformers' model types; tensor names come from the package's own table.
 GGUF_ARCHITECTURES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -35,7 +35,7 @@ _RNG = np.random.default_rng(0)
 
 
 def random_blocks(kind: GGMLQuantizationType, shape: tuple[int, int]) -> NDArray[np.uint8]:
-    """Bytes of a matrix with any quanta and scales, finite ones, of a type with half scales."""
+    """Return bytes of a matrix with any quanta and finite scales, of a type with half scales."""
     block_size, block_bytes = GGML_QUANT_SIZES[kind]
     blocks = _RNG.integers(0, 256, (shape[0] * shape[1] // block_size, block_bytes), np.uint8)
     places = {"Q6_K": [208], "Q8_0": [0], "Q4_0": [0]}.get(kind.name, [0, 2])
@@ -50,7 +50,7 @@ def tiny_gguf(
     *tensors: tuple[str, Any, GGMLQuantizationType],
     more: Callable[[GGUFWriter], object] = lambda writer: None,
 ) -> Path:
-    """A file with a config and an embedding, and no more tensors than are given."""
+    """Write a file with a config, an embedding, and the given tensors."""
     writer = GGUFWriter(folder / "tiny.gguf", "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(64)
@@ -80,10 +80,10 @@ def write_gguf(
     """Write the checkpoint of a plain decoder.
 
     Args:
-        type_of: of each matrix, by transformers' name of it.
-        dequantized: a folder that gets the checkpoint once more, with the values that its blocks
+        type_of: type of each matrix, by transformers' name of it.
+        dequantized: a folder that gets the checkpoint again, with the values that its blocks
             stand for.
-        more: adds what else the file is to hold.
+        more: adds further content to the file.
     """
     folder = Path(source)
     config = json.loads((folder / "config.json").read_text())
@@ -162,7 +162,7 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path) -> None:
 
 
 def _converted(values: NDArray[Any], name: str, config: dict[str, Any]) -> NDArray[Any]:
-    """The rows of a rotated head's first and second half by turns; norms as what they scale by."""
+    """Interleave the halves of a rotated head's rows; store norms as their scale factors."""
     if config["model_type"] == "llama" and (heads := _heads(name, config)):
         halves = values.reshape(heads, 2, -1, *values.shape[1:])
         return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))

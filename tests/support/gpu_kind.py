@@ -1,4 +1,4 @@
-"""A kind of stage that hands on tensors of a made-up GPU, and says where those lie that it got."""
+"""A kind of stage that passes on tensors of a fake GPU, and reports where its inputs lie."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _ROWS = torch.arange(40_000.0).view(-1, 4)
 
 @register_stage_kind
 class GpuKindConfig(StageConfig):
-    """Puts out ``rows`` and ``one`` on the GPU, and ``on_host`` and ``little`` on the host."""
+    """Outputs ``rows`` and ``one`` on the GPU, and ``on_host`` and ``little`` on the host."""
 
     kind: Literal["made_up_gpu"]
     final_output: Annotated[tuple[Literal["text", "tensors"], ...], OneOrMore] = ()
@@ -45,7 +45,7 @@ class GpuKindConfig(StageConfig):
 
 
 def where_it_lies(context: TransformContext) -> TextPrompt:
-    """The kind of device and the sum of each of the source's tensors."""
+    """Return the kind of device and the sum of each of the source's tensors."""
     (source,) = context.sources
     told = (
         f"{name}: {tensor.device.type} {tensor.cpu().double().sum():.0f}"

@@ -1,4 +1,4 @@
-"""What transformers computes with the same weights, one sequence at a time."""
+"""transformers' outputs for the same weights, one sequence at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 NEAR_TIE = 1e-4
-"""Logits closer than this may be ordered either way by rounding alone."""
+"""Logits closer than this may swap order by rounding alone."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class GreedyReference:
 
     @torch.inference_mode()
     def from_ids(self, prompt_ids: Sequence[int], num_tokens: int, **options: Any) -> GreedyAnswer:
-        """``generate`` on token ids, with more of its options."""
+        """Run ``generate`` on token ids, with further options."""
         return self._answer(torch.tensor([list(prompt_ids)]), None, num_tokens, **options)
 
     @torch.inference_mode()
     def from_embeds(self, embeds: Tensor, num_tokens: int) -> GreedyAnswer:
-        """``generate`` on ``(tokens, hidden)`` embeddings."""
+        """Run ``generate`` on ``(tokens, hidden)`` embeddings."""
         return self._answer(None, embeds[None], num_tokens)
 
     def _answer(
@@ -63,7 +63,7 @@ class GreedyReference:
 
 
 def assert_greedy(answer: GreedyAnswer, token_ids: Sequence[int]) -> bool:
-    """Fail unless the ids are the reference's, a near tie shown by its logits excused."""
+    """Fail unless the ids are the reference's, except after a near tie of its logits."""
     pairs = zip(answer.token_ids, token_ids, strict=True)
     for position, (expected, actual) in enumerate(pairs):
         if expected != actual:
@@ -76,6 +76,6 @@ def assert_greedy(answer: GreedyAnswer, token_ids: Sequence[int]) -> bool:
 
 
 def assert_near(rows: Tensor, expected: Tensor, tolerance: float) -> None:
-    """Fail unless rows differ by at most so much of their norm."""
+    """Fail unless rows differ by at most ``tolerance`` of their norm."""
     difference = float((rows - expected).norm() / expected.norm())
     assert difference <= tolerance, f"rows differ by {difference:.1e} of their norm"

@@ -1,4 +1,4 @@
-"""Checkpoints as an adversary, or an accident, would leave them: what is done to a whole one."""
+"""Corrupted checkpoints: changes to a whole one by an adversary or an accident."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Hostile:
     """One checkpoint.
 
     Attributes:
-        family: of ``TRIALS``.
-        what: is wrong with it.
-        spoil: does it to a whole one.
-        names: what an error's message has to name; empty where it may as well load.
+        family: one of ``TRIALS``.
+        what: what is wrong with it.
+        spoil: corrupts a whole one.
+        names: what an error's message has to name; empty if it may also load.
     """
 
     family: str
@@ -41,7 +41,7 @@ class Hostile:
 
 
 def hostile_checkpoints() -> Iterator[Hostile]:
-    """All of them, over all families; every one is spoilt in one way."""
+    """Yield all of them, over all families; each is corrupted in one way."""
     for family, trial in TRIALS.items():
         for what, (harm, names) in (_CONFIGS | _SHARDS).items():
             yield Hostile(family, what, harm, names)
@@ -74,7 +74,7 @@ def _set(file: str, key: str, value: Any) -> Harm:
 def _keys(
     file: str, changes: Mapping[str, tuple[str, Any]]
 ) -> dict[str, tuple[Harm, tuple[str, ...]]]:
-    """A wrong value for each key, which the error has to name."""
+    """Return a wrong value for each key, which the error has to name."""
     return {what: (_set(file, key, value), (file, key)) for what, (key, value) in changes.items()}
 
 
@@ -83,7 +83,7 @@ def _write(file: str, content: bytes) -> Harm:
 
 
 def _prepend(file: str, text: str) -> Harm:
-    """Put something behind the first brace."""
+    """Insert text after the first brace."""
 
     def harm(folder: Path) -> None:
         path = folder / file
@@ -123,13 +123,13 @@ def _weights(change: Callable[[dict[str, Tensor]], object]) -> Harm:
 
 
 def _largest(weights: Mapping[str, Tensor]) -> str:
-    """A matrix of the part that is tried last in all families: the vocoder's, or the only one's."""
+    """A matrix of the part tried last in all families: the vocoder's, or the only one's."""
     mine = [name for name in weights if name.startswith("token2wav.code2wav_dit")] or list(weights)
     return max(mine, key=lambda name: weights[name].numel())
 
 
 def _everywhere(change: Callable[[Tensor], Tensor]) -> Harm:
-    """Change a large tensor of every part, so that each part's loading meets one."""
+    """Change a large tensor of every part, so that each part's loading encounters one."""
 
     def harm(folder: Path) -> None:
         weights = load_file(folder / _WEIGHTS)
@@ -162,7 +162,7 @@ def _header(make: Callable[[bytes], bytes]) -> Harm:
 
 
 def _shards(change: Callable[[Path, dict[str, Any]], object]) -> Harm:
-    """Put the weights into two shards under an index, and spoil that."""
+    """Split the weights into two shards with an index, and corrupt that."""
 
     def harm(folder: Path) -> None:
         weights = load_file(folder / _WEIGHTS)
@@ -181,7 +181,7 @@ def _shards(change: Callable[[Path, dict[str, Any]], object]) -> Harm:
 
 
 def _move_shard(place: Callable[[Path], str]) -> Harm:
-    """Keep a shard elsewhere, and name it there."""
+    """Keep a shard elsewhere, and name that path in the index."""
 
     def change(folder: Path, index: dict[str, Any]) -> None:
         name = place(folder)
@@ -416,11 +416,11 @@ def _bloat(name: str, data: bytes) -> bytes:
 
 
 def _claim_more(name: str, data: bytes) -> bytes:
-    """Say that the storages of spectrograms have 2 ** 31 - 1 elements."""
+    """Claim that the storages of spectrograms have 2 ** 31 - 1 elements."""
     return data.replace(b"M\x80\x0c", b"J" + struct.pack("<i", 2**31 - 1))
 
 
-# What one of the two parts does not read, or what is within the file after all.
+# Values that one of the two parts does not read, or that are within the file after all.
 _HARMLESS = (
     "the voices claim more than there is",
     "the voices begin outside",

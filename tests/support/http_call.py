@@ -1,4 +1,4 @@
-"""One request by urllib, whatever its status is, or by a plain socket."""
+"""One request by urllib, whatever its status, or by a plain socket."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.patience import PATIENCE_S
 def call(
     url: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
 ) -> tuple[int, Message, bytes]:
-    """Ask, on a connection that ends with the answer; with a body it is a POST of JSON."""
+    """Send a request on a connection that then closes; with a body it is a POST of JSON."""
     kind = {} if body is None else {"Content-Type": "application/json"}
     request = urllib.request.Request(url, body, {**kind, **(headers or {})})
     try:
@@ -27,7 +27,7 @@ def call(
 
 
 def connection(url: str) -> socket.socket:
-    """Connect to a server; closed by whoever gets it."""
+    """Connect to a server; the caller closes the socket."""
     where = urlsplit(url)
     return socket.create_connection((where.hostname, where.port), timeout=PATIENCE_S)
 
@@ -40,7 +40,7 @@ def raw_post(
     kind: str = "application/json",
     more: str = "",
 ) -> bytes:
-    """A POST as it goes over the wire; of a body that is to come, its ``length`` is announced."""
+    """Return the bytes of a POST; ``length`` announces a body that is sent later."""
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n{more}"
     announced = len(body) if length is None else length
     return f"{head}Content-Length: {announced}\r\n\r\n".encode() + body

@@ -1,4 +1,4 @@
-"""An engine that several tests share, driven until nothing is left in it."""
+"""Helpers that empty an engine shared by several tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def drop_all(engine: Engine[Any]) -> None:
 
 
 def finish(engine: Engine[Any]) -> dict[str, Any]:
-    """Step until all requests have finished, in order after every step; the last outputs by id."""
+    """Step until all requests finished, checking after every step; return last outputs by id."""
     done: dict[str, Any] = {}
     while engine.has_unfinished_requests:
         done |= {output.request_id: output for output in engine.step() if output.finished}

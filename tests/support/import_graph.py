@@ -1,4 +1,4 @@
-"""Reads the packages' source as syntax trees; imports nothing."""
+"""Reads the packages' source as syntax trees, without importing it."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ LAYERS = ("prefix_cache", "engine", "stages", "omni")
 
 
 def modules(package: str) -> list[Path]:
-    """Every Python file of a top-level package."""
+    """Return every Python file of a top-level package."""
     return sorted((ROOT / package).rglob("*.py"))
 
 
 def public_names(package: ModuleType) -> list[str]:
-    """Names that a package hands on: those that it imports ``as`` themselves."""
+    """Return a package's re-exported names: those that it imports ``as`` themselves."""
     source = Path(str(package.__file__)).read_text("utf-8")
     found = [each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.ImportFrom)]
     return sorted({name.name for each in found for name in each.names if name.name == name.asname})
 
 
 def module_name(file: str) -> str:
-    """``engine.models`` for ``engine/models/__init__.py``."""
+    """Return ``engine.models`` for ``engine/models/__init__.py``."""
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def imported_names(source: str | ast.Module, package: str = "") -> Iterator[tuple[int, str]]:
-    """Line and dotted name of every import, wherever in the file it stands.
+    """Yield line and dotted name of every import, anywhere in the file.
 
-    ``from a import b`` is ``a.b``, be it a module or not. Imports inside functions and under
+    ``from a import b`` is ``a.b``, module or not. Imports inside functions and under
     ``TYPE_CHECKING`` count too, and so do literal ``import_module("...")`` and
     ``__import__("...")``.
     """
@@ -58,13 +58,13 @@ def imported_names(source: str | ast.Module, package: str = "") -> Iterator[tupl
 
 
 def imported_packages(source: str | ast.Module) -> Iterator[tuple[int, str]]:
-    """Line and top-level package of every absolute import."""
+    """Yield line and top-level package of every absolute import."""
     seen = ((line, name.partition(".")[0]) for line, name in imported_names(source))
     yield from dict.fromkeys(seen)
 
 
 def arrows_back(package: str, source: str, place: str) -> list[str]:
-    """Every import in ``source`` that a module of ``package`` must not make."""
+    """Return every import in ``source`` that a module of ``package`` must not make."""
     forbidden = LAYERS[LAYERS.index(package) + 1 :]
     return [
         f"{place}:{line}: {package} must not import {imported}"
@@ -74,13 +74,13 @@ def arrows_back(package: str, source: str, place: str) -> list[str]:
 
 
 def arrows(sources: Mapping[str, str]) -> dict[tuple[str, str], int]:
-    """Which file imports which, with the line of the first such import."""
+    """Return the edges between files, with the line of the first such import."""
     files = {module_name(file): file for file in sources}
     found: dict[tuple[str, str], int] = {}
     for file, source in sources.items():
         package = file.rpartition("/")[0].replace("/", ".")
         for line, name in imported_names(source, package):
-            # The longest part of the name that is a file: what follows stands in that file.
+            # The longest part of the name that is a file: the rest is defined in that file.
             while name and name not in files:
                 name = name.rpartition(".")[0]
             if name and files[name] != file:
@@ -89,7 +89,7 @@ def arrows(sources: Mapping[str, str]) -> dict[tuple[str, str], int]:
 
 
 def circles(pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
-    """The circles that arrows make: for each two files on one, a shortest way round is named."""
+    """Return the import cycles: a shortest path for each two files on one."""
     onward: dict[str, list[str]] = {}
     for start, end in sorted(pairs):
         onward.setdefault(start, []).append(end)
@@ -106,7 +106,7 @@ def circles(pairs: Iterable[tuple[str, str]]) -> list[list[str]]:
 
 
 def _shortest_way(onward: Mapping[str, list[str]], start: str) -> list[str]:
-    """From a file back to itself; empty if there is no way."""
+    """Return a shortest path from a file back to itself; empty if there is none."""
     ways = [[start]]
     seen: set[str] = set()
     for way in ways:

@@ -1,4 +1,4 @@
-"""Triton's kernels run as Python, on tensors of a CPU: ``tests/conftest.py`` asks for that."""
+"""Triton's kernels run as Python on CPU tensors; ``tests/conftest.py`` requests that."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def need_interpreter() -> None:
-    """Skip where Triton is not installed, as beside no Linux, or compiles for a GPU."""
+    """Skip where Triton is not installed, as outside Linux, or compiles for a GPU."""
     pytest.importorskip("triton", exc_type=ImportError)
     from engine.attention import triton_kernels
 

@@ -2,8 +2,8 @@
 
     python -m tests.support.killed_forks FOLDER
 
-Prints at how many points a run was killed. A process of its own, since one that forks must have no
-threads.
+Prints the number of points at which a run was killed. A separate process, since one that forks
+must have no threads.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tests.support.scripted_omni import ScriptedOmni
 
 _LINES = ('{"prompt": "a"}', "{", '{"prompt": "please fail"}', '{"prompt": "b"}')
 _CALLS = ("write", "open", "replace", "unlink", "mkdir", "fsync")
-"""After half of a write, and before everything else, a run is killed."""
+"""Kills a run after half of a write, and before everything else."""
 
 
 def main(folder: Path) -> int:
-    """Kill and resume at every point in turn; returns how many there are."""
+    """Kill and resume at every point in turn; return the number of points."""
     vars(run_command)["Omni"] = ScriptedOmni
     requests = folder / "requests.jsonl"
     requests.write_text("\n".join(_LINES))
@@ -47,7 +47,7 @@ def main(folder: Path) -> int:
 
 
 def _run(requests: Path, out: Path, point: int | None) -> int:
-    """Run in a fork; the exit status, or the negative signal."""
+    """Run in a fork; return the exit status, or the negative signal."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -58,7 +58,7 @@ def _run(requests: Path, out: Path, point: int | None) -> int:
         final = "stages.writer.final_output=[text, tensors]"
         flags = ["-i", str(requests), "-o", str(out), "--resume", "-q", "--set", final]
         with open(os.devnull, "w") as sys.stderr:
-            sys.stdout = sys.stderr  # the number alone is printed there
+            sys.stdout = sys.stderr  # only the number is printed there
             status = app(["run", "two_step", *flags], standalone_mode=False) or 0
     finally:
         os._exit(status)
@@ -89,7 +89,7 @@ def _content(out: Path) -> dict[str, bytes]:
 
 
 def _check_lines(out: Path, expected: dict[str, bytes]) -> None:
-    """Whatever whole line is in the journal is right, and so are its files."""
+    """Check every whole line in the journal, and its files."""
     there = _content(out) if out.exists() else {}
     lines = [json.loads(line) for line in expected["outputs.jsonl"].splitlines()]
     whole, _, _ = there.get("outputs.partial.jsonl", b"").rpartition(b"\n")

@@ -1,4 +1,4 @@
-"""Exceptions that are raised at any line, or between any two bytecodes, of a call."""
+"""Exceptions raised at any line, or between any two bytecodes, of a call."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ _RETURN_VALUE = dis.opmap["RETURN_VALUE"]
 _LOAD_CONST, _SWAP = dis.opmap["LOAD_CONST"], dis.opmap["SWAP"]
 
 Event = tuple[CodeType, int]
-"""A line, or a bytecode by its place, of a function."""
+"""A line, or a bytecode by its position, of a function."""
 
 
 class LineFault:
-    """While it is entered, raises once, before the n-th line that runs in our own source files.
+    """While entered, raises once, before the n-th line that runs in our own source files.
 
     ::
 
         with LineFault(17, MemoryError):
-            engine.step()          # MemoryError out of whatever line is the 17th
+            engine.step()          # MemoryError from whatever line is the 17th
 
     No exception is raised where a function is about to return its value: Python delivers signals
-    when a function begins, at a loop's turn and after calls, and nothing is allocated there. What
-    was to be returned would be lost, and nobody could tell. Nor where the block of a ``with`` ends,
-    before what closes it is called: locks would be held for ever.
+    when a function begins, at a loop's turn and after calls, and nothing is allocated there. The
+    return value would be lost undetectably. Nor where the block of a ``with`` ends, before
+    ``__exit__`` is called: locks would be held for ever.
 
     Args:
-        nth: which line, from 0; -1 notes all lines and raises nothing.
-        error: what is raised.
+        nth: which line, from 0; -1 records all lines and raises nothing.
+        error: the exception to raise.
         bytecodes: count bytecodes instead of lines, as a signal may come between any two.
-        folders: of the repository, whose files count.
+        folders: folders of the repository whose files count.
         at: count this line alone.
 
     Attributes:
         events: what ran, in order, if nothing is to be raised.
-        num_events: lines or bytecodes that were seen.
+        num_events: number of lines or bytecodes seen.
         place: ``file:line`` where it was raised; None if the call ended before.
     """
 
@@ -105,9 +105,9 @@ class LineFault:
 
 
 def _ends_with_block(frame: FrameType) -> bool:
-    """Whether ``__exit__(None, None, None)`` is about to be called."""
+    """Return True if ``__exit__(None, None, None)`` is about to be called."""
     code = frame.f_code.co_code[frame.f_lasti :]
-    if code[0] == _SWAP:  # below what the function returns from inside the block
+    if code[0] == _SWAP:  # below the return value of a function that returns inside the block
         code = code[2:]
     return code[0] == _LOAD_CONST and code[0:2] == code[2:4] == code[4:6]
 
@@ -115,11 +115,11 @@ def _ends_with_block(frame: FrameType) -> bool:
 def choose_events(
     steps: Sequence[Iterable[Event]], repeats: int, draw: random.Random
 ) -> list[tuple[int, int]]:
-    """Every line that ran, in up to so many steps or turns of a loop each, in order.
+    """Return every line that ran, in up to ``repeats`` steps or loop turns each, in order.
 
     Args:
         steps: what ran in each step.
-        repeats: most occurrences of one line.
+        repeats: maximum occurrences of one line.
         draw: chooses among more.
 
     Returns:

@@ -67,11 +67,11 @@ class LiveServer:
         self.join()
 
     def stop(self) -> None:
-        """Begin to stop."""
+        """Begin shutting down."""
         self._http.stop()
 
     def join(self) -> None:
-        """Wait for the end; raise what the server ended with."""
+        """Wait for the end; raise the server's error, if any."""
         self._thread.join(PATIENCE_S)
         assert not self._thread.is_alive(), "the server does not stop"
         error, self._error = self._error, None
@@ -79,26 +79,26 @@ class LiveServer:
             raise error
 
     def omni(self, name: str | None = None) -> Omni:
-        """What runs a pipeline; the only one if no name is given."""
+        """Return the ``Omni`` of a pipeline; the only one if no name is given."""
         return self.pipelines.find(name or next(iter(self.pipelines.pipelines))).omni
 
     def client(self, api_key: str = "none", **options: object) -> Any:
-        """The official client, closed with the server; it tries nothing twice."""
+        """Return the official client, closed with the server; it never retries."""
         settings: dict[str, Any] = {"max_retries": 0, "timeout": PATIENCE_S, **options}
         made = openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, **settings)
         self._clients.append(made)
         return made
 
     def num_tasks(self) -> int:
-        """Coroutines that the server's event loop has under way."""
+        """Return the number of running coroutines in the server's event loop."""
         return len(asyncio.all_tasks(self._loop))
 
     def send_little_at_once(self) -> None:
-        """Let little fit between the server and a client that does not read."""
+        """Shrink the buffers between the server and a client that does not read."""
         self._http.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
     def check_nothing_is_left(self) -> None:
-        """Every request has left every stage soon, and every block is accounted for."""
+        """Check that every request soon leaves every stage, and every block is accounted for."""
         for pipeline in self.pipelines.pipelines.values():
             wait_for(lambda each=pipeline: not each.queue.num_running)  # type: ignore[misc]
             assert not pipeline.queue.num_waiting
@@ -107,7 +107,7 @@ class LiveServer:
     def _run(self) -> None:
         try:
             asyncio.run(self._serve())
-        except BaseException as error:  # told by join()
+        except BaseException as error:  # raised by join()
             self._error = error
 
     async def _serve(self) -> None:

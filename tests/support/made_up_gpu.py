@@ -1,7 +1,7 @@
-"""A GPU that is not there: tensors that say they lie on one, and a transport between its users.
+"""A fake GPU: tensors that claim to lie on one, and a transport between its users.
 
-What torch is asked to do with such a tensor is done on the host, and lies on the GPU again. The
-transport carries nothing else, and does not leave the GPU, as Ray's for CUDA's shared memory.
+Torch operations on such a tensor run on the host, with results on the GPU again. The transport
+carries nothing else and stays within the GPU, like Ray's for CUDA's shared memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ WITHIN_GPU = "OMNI_TEST_GPU"
 
 
 class GpuTensor(Tensor):
-    """Says that it lies on ``cuda``."""
+    """A tensor that claims to lie on ``cuda``."""
 
     _content: Tensor
 
@@ -53,7 +53,7 @@ def _content_of(value: Any) -> Any:
 
 @dataclass
 class _OnGpu:
-    """How Ray's own transport within a GPU describes what it offers, and where that is."""
+    """Metadata by which Ray's own transport within a GPU describes an offer and its location."""
 
     tensor_meta: list[Any]
     tensor_device: str
@@ -63,7 +63,7 @@ class _OnGpu:
 
 
 class WithinGpu(FileTransport):
-    """By way of files, too."""
+    """A transport within the GPU, also by files."""
 
     def tensor_transport_backend(self) -> str:
         return WITHIN_GPU
@@ -91,7 +91,7 @@ class WithinGpu(FileTransport):
 
 
 def register_within_gpu() -> None:
-    """Let Ray know of it, in this process and in actors that it starts from now on."""
+    """Register it with Ray, in this process and in actors started from now on."""
     try:
         register_tensor_transport(WITHIN_GPU, ["cuda"], WithinGpu, GpuTensor)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Processes that a test has started, however far down, and what is left of them."""
+"""Processes that a test has started, directly or indirectly, and checks that all have ended."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MARK = "OMNI_TEST_MARK"
 
 
 class MarkedRun:
-    """``omni`` in a process of its own, all of whose children can be told from any others."""
+    """``omni`` in a separate process whose descendants can be told from any others."""
 
     def __init__(
         self, *arguments: str, folder: Path, environment: Mapping[str, str] | None = None
@@ -34,18 +34,18 @@ class MarkedRun:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            # Whoever runs the tests in the background may have them ignore it.
+            # A test runner in the background may have children ignore the signal.
             preexec_fn=heed_interrupts,
         )
 
     def finish(self) -> tuple[int, str, str]:
-        """Wait for its end: exit status, standard output, standard error."""
+        """Wait for its end; return exit status, standard output and standard error."""
         with self.process:
             out, err = self.process.communicate(timeout=PATIENCE_S)
         return self.process.returncode, out, err
 
     def living(self) -> list[str]:
-        """What runs of it now, and of all that it has started."""
+        """List the running processes among it and all its descendants."""
         found = []
         for each in psutil.process_iter(["pid", "cmdline", "status"]):
             try:
@@ -54,12 +54,12 @@ class MarkedRun:
                     and each.environ().get(_MARK) == self._mark
                 ):
                     found.append(f"{each.pid}: {each.cmdline()}")
-            except psutil.Error:  # it has ended meanwhile, or is another user's
+            except psutil.Error:  # it has ended meanwhile, or belongs to another user
                 continue
         return found
 
     def check_nothing_left(self) -> None:
-        """Wait until all of it has ended."""
+        """Wait until all of them have ended."""
         until = time.monotonic() + PATIENCE_S
         while left := self.living():
             assert time.monotonic() < until, left
@@ -67,5 +67,5 @@ class MarkedRun:
 
 
 def heed_interrupts() -> None:
-    """For a child before its program: a shell lets what it runs in the background ignore Ctrl-C."""
+    """Run in a child before its program: a shell makes background jobs ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -21,7 +21,7 @@ class MaterialisedXformers(XformersBackend):
         if paged:
             bias, read = _pages_read(bias, keys.shape[0])
             keys, values = (rows.masked_fill(~read, 0.0) for rows in (keys, values))
-            # The unpaged width first; the paged mask that comes back covers the used pages.
+            # The unpaged width first; the returned paged mask covers the used pages.
             width = bias.block_tables.numel() * bias.page_size
         mask = bias.materialize((query.shape[0], width))
         keys, values = keys[: mask.shape[1]], values[: mask.shape[1]]
@@ -32,7 +32,7 @@ class MaterialisedXformers(XformersBackend):
 
 
 def _pages_read(bias: Any, num_rows: int) -> tuple[Any, Tensor]:
-    """What the kernel reads: each row of the table to the page where its sequence ends."""
+    """Return what the kernel reads: each row of the table to the page where its sequence ends."""
     tables = torch.zeros_like(bias.block_tables)
     read = torch.zeros(-(-num_rows // bias.page_size), bias.page_size, dtype=torch.bool)
     for row, pages, end in zip(tables, bias.block_tables, bias.k_seqinfo.seqlen_py, strict=True):

@@ -1,4 +1,4 @@
-"""A sound and a picture as files, and what a pipeline of a server makes of them in Python."""
+"""A sound and a picture as files, and a served pipeline's answers to them in Python."""
 
 from __future__ import annotations
 

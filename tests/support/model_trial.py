@@ -1,4 +1,4 @@
-"""Loads a seeded checkpoint of any family, whole or spoilt, and asks it something."""
+"""Loads a seeded checkpoint of any family, intact or corrupted, and runs a prompt."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def _text() -> Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """How a checkpoint of a family is tried.
+    """How to try a checkpoint of a family.
 
     Attributes:
         seeded: the model.
-        part: of it, where it holds several.
-        prompt: what it is asked; None asks nothing.
+        part: the part of the model, if it holds several.
+        prompt: the prompt to run; None runs nothing.
         kind: of its engine.
     """
 
@@ -54,10 +54,10 @@ class Trial:
     kind: str = "llm"
 
     def run(self, folder: str | Path) -> str | None:
-        """Load it and ask; returns the message of a request that failed alone.
+        """Load it and run the prompt; return the message of a request that failed alone.
 
         Raises:
-            Exception: whatever the engine raises when it is built, or when it runs.
+            Exception: any error of building or running the engine.
         """
         engine = self.engine(str(folder))
         try:
@@ -66,7 +66,7 @@ class Trial:
             engine.close()
 
     def engine(self, model: str, device: str = "cpu", block_size: int = 8) -> Engine[Any]:
-        """One in float32."""
+        """Build an engine in float32."""
         if self.kind == "generator":
             params = GenerationParams(num_steps=2)
             return GeneratorEngine(
@@ -139,4 +139,4 @@ TRIALS: Mapping[str, Trial] = {
     ),
     "bert": Trial("bert", kind="encoder"),
 }
-"""By a short name of the family, or of its part."""
+"""Trials by a short name of the family, or of its part."""

@@ -1,4 +1,4 @@
-"""Marks for tests that need the C kernels, and a job of Python functions for their team.
+"""Marks for tests that need the C kernels, and a job of Python functions for their threads.
 
 They are skipped without a compiler or when kernels are turned off; with a compiler, kernels that
 do not build are a failure.

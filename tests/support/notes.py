@@ -1,4 +1,4 @@
-"""A message for tests of what carries messages."""
+"""A message type for tests of message transports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole of Qwen2.5-Omni in transformers: messages in; text, codec tokens and waveform out."""
+"""All of Qwen2.5-Omni in transformers: messages in; text, codec tokens and waveform out."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.thinker_reference import NoVideos, Processor
 
 @dataclass(frozen=True)
 class OmniAnswer:
-    """What one request gives."""
+    """The outputs of one request."""
 
     text_ids: tuple[int, ...]
     codes: tuple[int, ...]
@@ -35,9 +35,9 @@ def _give_mask_back(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Undo what ``generate`` does since 5.x: it drops a mask of ones before it calls ``forward``.
 
-    The talker's ``forward`` takes the mask as the sign to place tokens on three axes and to add
-    the embeddings of codec pad and bos; without one it silently does neither. It does both when a
-    batch is padded, so that the same request would get other codes alone than in a batch.
+    The talker's ``forward`` takes the mask as the sign to place tokens on three axes and to add the
+    embeddings of codec pad and bos; without one it silently does neither. It does both for a padded
+    batch, so the same request would get other codes alone than in a batch.
     """
     if kwargs.get("attention_mask") is None:
         cache, embeds = kwargs.get("past_key_values"), kwargs.get("inputs_embeds")
@@ -91,7 +91,7 @@ class OmniReference:
         audio: Sequence[NDArray[Any]] = (),
         video: VideoFeatures | None = None,
     ) -> dict[str, Tensor]:
-        """What the model takes."""
+        """Return the model's inputs."""
         text = self.tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=True
         )
@@ -104,12 +104,12 @@ class OmniReference:
             text = text.replace("<|VIDEO|>", "<|VIDEO|>" * rows)
         given: dict[str, Any] = {"images": list(images)} if images else {}
         given |= {"audio": list(audio)} if audio else {}
-        # The processor counts videos, and can make none itself.
+        # The processor counts videos but cannot process any itself.
         make = self._processor if video is None else self.tokenizer
         inputs = dict(make(text=text, return_tensors="pt", **given))
         inputs.pop("num_audio_tokens", None)
         if "pixel_values" in inputs:
-            # Under its own name it goes to the talker as well, which fails.
+            # Under its own name it would be passed to the talker as well, which fails.
             inputs["thinker_pixel_values"] = inputs.pop("pixel_values")
         if video is not None:
             inputs["thinker_pixel_values_videos"] = video.pixel_values_videos
@@ -132,7 +132,7 @@ class OmniReference:
         }
 
     def _in_step(self, video: VideoFeatures, sound_mask: Tensor) -> str:
-        """Placeholders by the processor's own function."""
+        """Return placeholders by the processor's own function."""
         num_frames = int(sound_mask.sum())
         thinker = self.model.config.thinker_config
         text: str = self._processor.replace_video_with_audio_token(
@@ -166,7 +166,7 @@ class OmniReference:
 
     @torch.inference_mode()
     def answer_padded(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[OmniAnswer]:
-        """Chats of text as one batch, the shorter ones padded on their left."""
+        """Run text chats as one batch, the shorter ones padded on their left."""
         texts = [
             self.tokenizer.apply_chat_template(
                 list(chat), tokenize=False, add_generation_prompt=True
@@ -193,7 +193,7 @@ class OmniReference:
             talker_eos_token_id=[talker.tts_codec_pad_token_id, talker.tts_codec_end_token_id],
             token2wav_num_steps=self._num_steps,
         )
-        # A batch of one comes without its list.
+        # A batch of one is returned without its list.
         waveforms = samples if isinstance(samples, list) else [samples]
         texts = ids[:, inputs["input_ids"].shape[1] :].tolist()
         return [

@@ -1,4 +1,4 @@
-"""The three stages of a tiny Qwen2.5-Omni or Qwen3-Omni, and conversations to have with them."""
+"""The three stages of a tiny Qwen2.5-Omni or Qwen3-Omni, and conversations for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.pictures import picture
 from tests.support.whole_orchestrator import WholeOrchestrator
 
 SUPPRESSED: tuple[int, ...] = (0, 3, 4, 5, 6, 7, 8, 9)
-"""Placeholders and their like, which random weights do generate and transformers cannot take."""
+"""Placeholders and similar ids, which random weights generate and transformers rejects."""
 
 _ATOL = 1e-6
 
@@ -37,7 +37,7 @@ _ANSWERS = ("A clock keeps its own time.", "The first storm arrived.")
 
 @cache
 def sound(number: int) -> NDArray[np.float32]:
-    """A tone with noise; all but the last are of one length."""
+    """Return a tone with noise; all but the last have the same length."""
     times = np.arange(16_000 * (3 if number < 3 else 2) // 10) / 16_000
     noise = np.random.default_rng(number).standard_normal(len(times))
     tone = np.sin(2 * np.pi * (200 + 90 * number) * times)
@@ -46,7 +46,7 @@ def sound(number: int) -> NDArray[np.float32]:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the user says: a question, and maybe a picture and a sound."""
+    """A user's turn: a question, and optionally a picture and a sound."""
 
     question: int = 0
     picture: int | None = None
@@ -62,7 +62,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Turns, with the assistant's fixed answers between them."""
+    """Turns, with fixed answers of the assistant between them."""
 
     turns: tuple[Turn, ...]
     system: int = 0
@@ -103,7 +103,7 @@ class Conversation:
 
 
 def conversations(max_turns: int = 3) -> st.SearchStrategy[Conversation]:
-    """Few of each kind, so that prefixes, pictures and sounds repeat."""
+    """Draw from few of each kind, so that prefixes, pictures and sounds repeat."""
     turns = st.builds(
         Turn,
         question=st.integers(0, 1),
@@ -135,7 +135,7 @@ def build_pipeline(
     is_qwen3: bool = False,
     **engine: Any,
 ) -> Pipeline:
-    """Thinker, talker and code2wav on one checkpoint, greedy, with log-probabilities of two."""
+    """Build thinker, talker and code2wav on one checkpoint, greedy, with the top 2 logprobs."""
     suppressed, prefix = SUPPRESSED, ""
     outputs: tuple[str, ...] = ("hidden_states", "token_embeds", "position_ids")
     if is_qwen3:
@@ -194,13 +194,13 @@ def build_pipeline(
 
 
 def _special_ids(folder: str) -> tuple[int, ...]:
-    """What no reply has: placeholders of nothing would have no place. Its end is none of them."""
+    """Return ids banned from replies: placeholders without items, but not the end of text."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return tuple(each for each in tokenizer.all_special_ids if each != tokenizer.eos_token_id)
 
 
 def assert_same(ours: OmniOutput, theirs: OmniOutput) -> None:
-    """The same text and codec ids, unless logits as good as tie, and the same sound."""
+    """Check for the same text and codec ids, unless logits nearly tie, and the same sound."""
     assert ours.error is None and theirs.error is None
     for stage in ("thinker", "talker"):
         if _parted_by_a_tie(ours.stages[stage], theirs.stages[stage]):
@@ -217,14 +217,14 @@ def assert_all_as_alone(
     request: Callable[[Any, str], OmniRequest],
     alone: Callable[[Any], OmniOutput],
 ) -> None:
-    """Add, step and abort as a script says; each request has the output that it has alone.
+    """Add, step and abort as a script says; each request must have the output that it has alone.
 
     Args:
-        pipeline: which checks its stages' integrity after every step.
-        script: of ``("add", what)``, ``("step", how often)``, ``("abort", number)``, which counts
+        pipeline: checks its stages' integrity after every step.
+        script: steps ``("add", what)``, ``("step", count)``, ``("abort", number)``, which counts
             the additions, and ``("budget", tokens)`` of a step of engines in this process.
-        request: makes one of what is added and its id.
-        alone: the output of what is added when nothing runs beside it.
+        request: builds a request from the added item and an id.
+        alone: the item's output when nothing runs next to it.
     """
     orchestrator = WholeOrchestrator(pipeline)
     live: dict[str, Any] = {}
@@ -258,7 +258,7 @@ def assert_all_as_alone(
 
 
 def only_output(orchestrator: WholeOrchestrator, request: OmniRequest) -> OmniOutput:
-    """The last output of a request that nothing runs beside."""
+    """Return the last output of a request that runs alone."""
     orchestrator.add_request(request)
     while True:
         for output in orchestrator.step():
@@ -267,7 +267,7 @@ def only_output(orchestrator: WholeOrchestrator, request: OmniRequest) -> OmniOu
 
 
 def _parted_by_a_tie(ours: StageOutput, theirs: StageOutput) -> bool:
-    """Whether tokens differ; a near tie of the logits is the one excuse, and has to be shown."""
+    """Return True if tokens differ because of a near tie of the logits; fail without such a tie."""
     if ours.token_ids == theirs.token_ids:
         return False
     assert theirs.logprobs is not None

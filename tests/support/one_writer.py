@@ -1,4 +1,4 @@
-"""A pipeline of one small language model, which tests run and serve."""
+"""A pipeline of one small language model, for tests that run and serve it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from omni.pipelines.pipeline_config import PipelineConfig
 def one_writer(
     name: str, *, runtime: Mapping[str, Any] | None = None, **settings: Any
 ) -> PipelineConfig:
-    """A stage ``writer`` with such settings, which gives text alone unless they say more."""
+    """Build a stage ``writer`` with the given settings; by default it outputs only text."""
     usual = {
         "kind": "autoregressive",
         "model": "seeded:qwen2",

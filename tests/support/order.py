@@ -1,4 +1,4 @@
-"""The order in which a run's workers begin their tests."""
+"""The order in which pytest-xdist workers begin their tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FIRST = (
     "omni/runtime/test_dying_workers.py",
     "engine/faults/test_interrupted_steps.py",
 )
-"""Files of ``tests`` whose tests wait for other processes, or take longest; the longest ones first.
+"""Files of ``tests`` that wait for other processes or take longest, the longest first.
 
 At the end of a run they would leave cores idle.
 """

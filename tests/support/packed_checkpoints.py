@@ -1,4 +1,4 @@
-"""Writes checkpoints of quantized weights bit by bit, as GPTQ, AWQ and compressed-tensors do."""
+"""Writes quantized checkpoints bit by bit, in the formats of GPTQ, AWQ and compressed-tensors."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class Packed:
-    """A format.
+    """A quantization format.
 
     Attributes:
-        group_size: None takes a whole row.
-        is_sorted: whether groups are of inputs that lie anywhere.
+        group_size: None for a whole row.
+        is_sorted: true if groups consist of inputs in arbitrary order.
         has_zeros: False where the middle code is zero.
     """
 
@@ -36,7 +36,7 @@ class Packed:
     version: str = "gptq"
 
     def config(self) -> Mapping[str, Any]:
-        """The ``quantization_config``."""
+        """Return the ``quantization_config``."""
         size = self.group_size or -1
         if self.method == "gptq":
             order = {"desc_act": self.is_sorted, "checkpoint_format": self.version}
@@ -71,11 +71,11 @@ PACKED = {
 def write_packed(
     source: str | Path, folder: Path, packed: Packed, plain: Path, prefix: str = ""
 ) -> Path:
-    """Write a checkpoint whose matrices of layers are quantized.
+    """Write a checkpoint with quantized matrices in its layers.
 
     Args:
-        plain: a folder that gets the same with the values that the codes stand for.
-        prefix: beginning of the names of the quantized matrices.
+        plain: a folder that gets the same checkpoint with the values that the codes stand for.
+        prefix: prefix of the names of the quantized matrices.
     """
     shutil.copytree(source, folder)
     shutil.copytree(source, plain)
@@ -101,7 +101,7 @@ def write_packed(
 def _quantized(
     weight: NDArray[Any], packed: Packed, rng: np.random.Generator
 ) -> tuple[dict[str, Tensor], NDArray[Any]]:
-    """The stored parts of a matrix ``(out, in)``, and the values that they stand for."""
+    """Return the stored parts of a matrix ``(out, in)``, and the values that they stand for."""
     (out, width), most = weight.shape, 2**packed.bits - 1
     size = packed.group_size or width
     of_input = np.arange(width) // size
@@ -147,7 +147,7 @@ def _quantized(
 def _in_int32(
     numbers: NDArray[Any], axis: int, bits: int, order: tuple[int, ...] | None = None
 ) -> Tensor:
-    """Numbers packed along an axis: in each int32 those of an order, the first one lowest."""
+    """Pack numbers along an axis: each int32 holds those of an order, the first one lowest."""
     moved = np.moveaxis(numbers, axis, 0)
     count = 32 // bits
     packed = np.zeros((-(-len(moved) // count), *moved.shape[1:]), np.uint32)

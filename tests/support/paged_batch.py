@@ -23,7 +23,7 @@ def paged_memory(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> PagedMemory:
-    """Memory of one full-attention group."""
+    """Return memory of one full-attention group."""
     spec = FullAttentionSpec(block_size, num_kv_heads, head_dim, dtype)
     names = tuple(f"layers.{index}" for index in range(num_layers))
     return PagedMemory(KVCacheConfig(num_blocks, (KVCacheGroup(names, spec),)), device)
@@ -45,7 +45,7 @@ def memory_that_holds(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> tuple[PagedMemory, int]:
-    """Memory of as many blocks as sequences take, the null block and one to spare; how many."""
+    """Return memory of blocks for the sequences, the null block and one spare; and their number."""
     num_blocks = 2 + sum(-(-length // shape.block_size) for length in lengths)
     memory = paged_memory(
         num_blocks=num_blocks,
@@ -60,7 +60,7 @@ def memory_that_holds(
 
 
 def with_garbage(memory: PagedMemory, generator: torch.Generator) -> PagedMemory:
-    """Fill all pages, the null block included, with numbers that would be noticed."""
+    """Fill all pages, including the null block, with conspicuous numbers."""
     memory.buffer.view(torch.float32).normal_(0.0, 3.0, generator=generator)
     return memory
 
@@ -68,7 +68,7 @@ def with_garbage(memory: PagedMemory, generator: torch.Generator) -> PagedMemory
 def random_block_table(
     num_tokens: Sequence[int], block_size: int, num_blocks: int, generator: torch.Generator
 ) -> Tensor:
-    """A table that gives every request scattered blocks of its own; 0 where it needs none."""
+    """Return a table with scattered, unshared blocks per request; 0 where none is needed."""
     free = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
     needed = [-(-count // block_size) for count in num_tokens]
     table = torch.zeros(len(needed), max(needed), dtype=torch.int32)
@@ -87,7 +87,7 @@ def metadata_for(
     group_id: int = 0,
     window: int | None = None,
 ) -> AttentionMetadata:
-    """The metadata of a step; decodes (``query_len == 1``) must come first."""
+    """Return the metadata of a step; decodes (``query_len == 1``) must come first."""
     num_decodes = sum(length == 1 for length in query_lens)
     assert all(length == 1 for length in query_lens[:num_decodes]), "decodes come first"
     block_size = memory.config.groups[group_id].spec.block_size
@@ -116,7 +116,7 @@ def cross_metadata_for(
     is_written: Sequence[bool],
     block_table: Tensor,
 ) -> AttentionMetadata:
-    """The cross-attention of a step in which the encoder ran for some requests."""
+    """Return the cross-attention of a step in which the encoder ran for some requests."""
     block_size = memory.config.groups[0].spec.block_size
     slots = [
         int(block_table[request, position // block_size]) * block_size + position % block_size
@@ -136,7 +136,7 @@ def cross_metadata_for(
 
 
 def to_device(metadata: AttentionMetadata, device: str) -> AttentionMetadata:
-    """The same step, with what a device reads on it."""
+    """Return the same step, with its device-side tensors on the device."""
     return replace(
         metadata,
         block_table=metadata.block_table.to(device),
@@ -145,5 +145,5 @@ def to_device(metadata: AttentionMetadata, device: str) -> AttentionMetadata:
 
 
 def layer_of(memory: PagedMemory, layer_index: int) -> LayerKVCache:
-    """Views of one layer of the only group."""
+    """Return views of one layer of the only group."""
     return memory.layer(0, layer_index)

@@ -1,4 +1,4 @@
-"""Blocks of code in the README and in the documentation's pages."""
+"""Code blocks of the README and the documentation's pages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 
 
 def snippets(language: str) -> list[tuple[str, str]]:
-    """The blocks of that language in the README and then in all pages, with the files' names."""
+    """Return the code blocks of a language in the README and then in all pages, with file names."""
     return [
         (page.name, block)
         for page in (README, *PAGES)
@@ -20,7 +20,7 @@ def snippets(language: str) -> list[tuple[str, str]]:
 
 
 def commands() -> list[str]:
-    """What their shell blocks say, each command once, without comments."""
+    """Return the commands of their shell blocks, each once, without comments."""
     blocks = "".join(block for _, block in snippets("bash")).replace("\\\n", " ")
     lines = (re.sub(r"\s+# .*", "", line).strip() for line in blocks.splitlines())
     return sorted({line for line in lines if line and not line.startswith('"')})

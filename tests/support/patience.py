@@ -1,4 +1,4 @@
-"""How long tests wait for what has to happen."""
+"""The timeout of tests that wait for an event."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 
 PATIENCE_S = 600.0
-"""Seconds. Only a test that fails waits for so long: on a machine that is busy with other things,
-what takes a moment may take minutes."""
+"""Seconds. Only a failing test waits that long: on a busy machine, what usually takes a moment may
+take minutes."""
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    """Wait for what nobody reports, such as a file of another process."""
+    """Poll for a condition that nothing reports, such as a file of another process."""
     until = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < until, "it never came to be"

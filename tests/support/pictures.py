@@ -14,13 +14,13 @@ PLACEHOLDER = {
     "qwen3_vl": "<|image_pad|>",
     "qwen3_5_vision": "<|image_pad|>",
 }
-# The first three take equally many placeholders in every family.
+# The first three need equally many placeholders in every family.
 _SIZES = [(84, 56), (84, 56), (56, 84), (56, 28)]
 
 
 @cache
 def picture(number: int, size: tuple[int, int] | None = None) -> Image.Image:
-    """A picture of noise; 84 x 56 pixels are 6 placeholders for a seeded Qwen2.5-VL."""
+    """Return a noise picture; 84 x 56 pixels are 6 placeholders for a seeded Qwen2.5-VL."""
     width, height = size or _SIZES[number % len(_SIZES)]
     noise = np.random.default_rng(number).integers(0, 256, (height, width, 3), dtype=np.uint8)
     return Image.fromarray(noise)

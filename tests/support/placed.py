@@ -1,4 +1,4 @@
-"""Tests that are tried wherever users run stages."""
+"""Tests that run over every kind of runtime that users can run stages on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from omni.runtime.omni import place_pipeline
 from tests.support.examples import examples
 
 PLACES = ("inline", "processes")
-"""Kinds of runtimes over which promises are tried: without a transport, and with one."""
+"""Kinds of runtimes over which promises are tested: without and with a transport."""
 
 _EXAMPLES = {"inline": 100, "processes": 50, "ray": 10}
 """Examples of a property: a call takes microseconds inline, and milliseconds on Ray."""
@@ -26,30 +26,30 @@ _Test = TypeVar("_Test", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Anywhere:
-    """Where the stages of a test's orchestrators run."""
+    """The runtime of a test's stages."""
 
     kind: str
     end_workers: Callable[[], object] = lambda: None
 
     def try_property(self, property_: Callable[[st.DataObject], None]) -> None:
-        """Try a property with examples of hypothesis, each of which has workers of its own."""
+        """Test a property with hypothesis examples, each with its own workers."""
 
         @settings(max_examples=examples(_EXAMPLES[self.kind]))
         @given(st.data())
         def check(data: st.DataObject) -> None:
-            self.end_workers()  # of the example before, with all of their threads and calls
+            self.end_workers()  # of the previous example, with all of their threads and calls
             property_(data)
 
         check()
 
 
 def everywhere(test: _Test) -> _Test:
-    """Have a test's orchestrators run over :data:`PLACES`, by the fixture ``anywhere``."""
+    """Run a test's orchestrators over :data:`PLACES`, by the fixture ``anywhere``."""
     return _over(test, PLACES)
 
 
 def over_every_transport(test: _Test) -> _Test:
-    """Have them run over Ray as well: for what any transport must keep to."""
+    """Run them over Ray as well: for promises that any transport must keep."""
     return _over(test, (*PLACES, "ray"))
 
 
@@ -59,5 +59,5 @@ def _over(test: _Test, kinds: Sequence[str]) -> _Test:
 
 
 def place(pipeline: Pipeline, kind: str) -> Pipeline:
-    """Have a pipeline's stages run somewhere; what fails there is not run again."""
+    """Make a pipeline's stages run on a kind of runtime; failures are not retried."""
     return place_pipeline(pipeline, RuntimeConfig.model_validate({"kind": kind, "max_retries": 0}))

@@ -1,4 +1,4 @@
-"""Engines in which a token's rows become NaN, always or in one step, and where."""
+"""Engines in which a token's rows become NaN, always or in one step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from engine import LLMEngine
 from engine.requests.encoder_input import EncoderInput
 
 POISON = 705
-"""A token that requests of a stream do not have, see ``request_stream``; its embedding is NaN."""
+"""A token that a stream's requests never have, see ``request_stream``; its embedding is NaN."""
 
 
 def poison_embeddings(engine: LLMEngine, patch: pytest.MonkeyPatch) -> None:
-    """Give ``POISON`` an embedding of NaN, in an encoder too, until the patch is undone."""
+    """Set the embedding of ``POISON`` to NaN, in an encoder too, until the patch is undone."""
     model: Any = engine._runner._model
     if model.encoder_hidden_size:
         _poison_encoder(model, patch)
@@ -53,17 +53,17 @@ def spoil_attention_once(
     place: int,
     number: float = float("nan"),
 ) -> list[int]:
-    """Make the key or the value of one packed token no number, in a middle layer, in one prefill.
+    """Set the key or value of one packed token in a middle layer to ``number`` in one prefill.
 
     Args:
         engine: of a model with attention.
-        patch: what undoes it.
+        patch: undoes it.
         part: ``key`` or ``value``.
         place: the token's row in the step; -1 for the last.
-        number: what it becomes.
+        number: the new value.
 
     Returns:
-        Grows by the number of the step's tokens when it has happened.
+        A list to which the number of the step's tokens is appended when it has happened.
     """
     model: Any = engine._runner._model
     layers = model.attention_layers
@@ -84,9 +84,9 @@ def spoil_attention_once(
 
 
 def spoil_state_once(engine: LLMEngine, patch: pytest.MonkeyPatch, place: int) -> list[int]:
-    """Make the state of one request NaN before a recurrent layer goes on from it, in one step.
+    """Set the state of one request to NaN before a recurrent layer continues from it, in one step.
 
-    As :func:`spoil_attention_once`; ``place`` is the request's in the step.
+    See :func:`spoil_attention_once`; ``place`` is the request's position in the step.
     """
     model: Any = engine._runner._model
     layer = model.state_layers[len(model.state_layers) // 2]

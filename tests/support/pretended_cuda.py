@@ -1,7 +1,7 @@
-"""A CUDA device that is not there: computed on the CPU, with CUDA's rules, and every crossing told.
+"""A fake CUDA device, computed on the CPU under CUDA's rules, with every crossing recorded.
 
-A tensor "on cuda:0" wraps one on the CPU. Tensors of both devices in one operation raise, as on
-CUDA, where only scalars of the host may mix. Counted are, by the line of the project that asked:
+A tensor "on cuda:0" wraps one on the CPU. Mixing tensors of both devices in one operation raises,
+as on CUDA, where only host scalars may mix. Counted by the line of the project that caused them:
 
 - uploads and reads, and of these the ones that block the host until the device is done;
 - waits for a stream.
@@ -33,20 +33,20 @@ CUDA = torch.device("cuda:0")
 
 @dataclass
 class Crossings:
-    """What went between host and device since the last :meth:`clear`: kind, and where from."""
+    """Transfers between host and device since the last :meth:`clear`: kind and source line."""
 
     places: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
 
     def note(self, kind: str) -> None:
-        """Count a crossing, at the innermost line of the project."""
+        """Count a crossing at the innermost line of the project."""
         self.places[kind][_place()] += 1
 
     def count(self, *kinds: str) -> int:
-        """How many there were of these kinds."""
+        """Return the number of crossings of these kinds."""
         return sum(sum(self.places[kind].values()) for kind in kinds)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset the counts."""
         self.places.clear()
 
 
@@ -68,7 +68,7 @@ crossings = Crossings()
 
 
 class CudaTensor(Tensor):
-    """Says that it lies on ``cuda:0``; for torch's own code it is a tensor of the CPU."""
+    """A tensor that claims to lie on ``cuda:0``; for torch's own code it is a CPU tensor."""
 
     content: Tensor
 
@@ -124,12 +124,12 @@ def _there(value: Any) -> Any:
     return CudaTensor(value) if isinstance(value, Tensor) and not _is_there(value) else value
 
 
-# Reads of which the host needs the result, or its size.
+# Reads whose result, or its size, the host needs.
 _READS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal", "is_nonzero"}
 
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """An operation of torch, of which some tensor lies on the device."""
+    """Run an operation of torch with some tensors on the device."""
     name = func._schema.name.split("::")[1]
     if name == "copy_":
         return _copy(*args, **kwargs)
@@ -160,7 +160,7 @@ def _look_at_index(index: Any) -> None:
         if not _is_there(each):
             crossings.note(BLOCKING_UPLOAD)
         if each.dtype in (torch.bool, torch.uint8):
-            crossings.note(BLOCKING_READ)  # its size depends on what is in it
+            crossings.note(BLOCKING_READ)  # the result's size depends on the contents
 
 
 def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -170,7 +170,7 @@ def _copy(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     return target
 
 
-# By address, and held: memory that is given back would be another tensor's, and pinned still.
+# By address, and kept alive: freed memory would be reused by another tensor and still be pinned.
 _pinned: dict[int, torch.UntypedStorage] = {}
 
 
@@ -194,7 +194,7 @@ def _wants_cuda(device: Any) -> bool:
     return device is not None and torch.device(device).type == "cuda"
 
 
-# They look into memory, past the wrapper.
+# They read memory directly, bypassing the wrapper.
 _NUMBERS = (
     Tensor.item,
     Tensor.tolist,
@@ -206,7 +206,7 @@ _NUMBERS = (
 
 
 class _Rules(TorchFunctionMode):
-    """What asks for a device by name, and what would look through a wrapper."""
+    """Handles functions that name a device, and those that would bypass a wrapper."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -264,7 +264,7 @@ class _Stream:
 
 @contextmanager
 def pretended_cuda(monkeypatch: Any) -> Iterator[Crossings]:
-    """A device ``cuda:0`` with 80 GiB, and what crosses to and from it."""
+    """Provide a device ``cuda:0`` with 80 GiB, and record the transfers to and from it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _=None: (2**30, 80 * 2**30))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _=None: (9, 0))
@@ -291,7 +291,7 @@ def pretended_cuda(monkeypatch: Any) -> Iterator[Crossings]:
 
 
 class _Launched:
-    """``kernel[grid](...)`` as Python, on what the device's tensors wrap."""
+    """``kernel[grid](...)`` as Python, on the tensors that device tensors wrap."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel

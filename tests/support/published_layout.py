@@ -1,6 +1,6 @@
-"""Seeded checkpoints laid out as the hub has the published ones, which older versions wrote.
+"""Seeded checkpoints in the layout of those published on the hub, written by older versions.
 
-What differs from what transformers writes today::
+The differences from what transformers writes today::
 
     config.json            rope_theta and rope_scaling for rope_parameters; torch_dtype; no
                            layer_types; other class names; Qwen2.5-VL: its text config at the top
@@ -25,7 +25,7 @@ _ARCHITECTURES = {
     "qwen2_5_omni_thinker": "Qwen2OmniNaViTThinkerForConditionalGeneration",
     "qwen2_5_omni_talker": "Qwen2OmniTalkerForConditionalGeneration",
 }
-# What older code stored of that which it computed; the values count for nothing.
+# Values that older code stored though it computes them; they are ignored.
 _COMPUTED = {
     "llava": ("vision_tower.vision_model.embeddings.position_ids",),
     "qwen2_5_vl": ("visual.rotary_pos_emb.inv_freq",),
@@ -38,7 +38,7 @@ _COMMIT = "0" * 39 + "1"
 
 
 def publish(folder: str | Path, target: Path) -> Path:
-    """Copy a seeded checkpoint into a new folder, laid out as published ones are."""
+    """Copy a seeded checkpoint into a new folder, in the published layout."""
     shutil.copytree(folder, target)
     config = _old_config(json.loads((target / "config.json").read_text()))
     if config["model_type"] == "qwen2_5_vl":
@@ -60,7 +60,7 @@ def publish(folder: str | Path, target: Path) -> Path:
 
 
 def publish_on_hub(folder: str | Path, cache: Path, model: str) -> None:
-    """Put a seeded checkpoint where a download of ``model`` would have put it."""
+    """Put a seeded checkpoint where a download of ``model`` would put it."""
     repository = cache / f"models--{model.replace('/', '--')}"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text(_COMMIT)
