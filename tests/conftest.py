@@ -1,18 +1,18 @@
-"""What every test may count on: no network, one thread, and small checkpoints built once."""
+"""Setup of every test: no network, one thread, and small checkpoints built once."""
 
 from __future__ import annotations
 
 import os
 
-# Before torch and transformers are imported: these are read when they are. Tiny tensors: a second
-# thread costs more than it brings, and other workers need the cores.
+# Set before torch and transformers read them on import. Tensors are tiny: a second thread costs
+# more than it gains, and other workers need the cores.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
-# Where a test does ask for threads, those that wait do not hold a core.
+# Where a test does request threads, waiting ones do not hold a core.
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 
-# Read when Triton is imported, by whomever: kernels run as Python where no GPU of NVIDIA is.
+# Read when Triton is imported: kernels run as Python where there is no NVIDIA GPU.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"
 
@@ -32,8 +32,8 @@ from tests.support.order import first_things_first
 if TYPE_CHECKING:
     from tests.support.ray_cluster import SessionCluster
 
-# Examples that pass quickly alone miss any deadline on a busy machine. On CI every run draws the
-# same examples: a rare near tie is for a developer to find, not for another's change to fail by.
+# Examples that are fast alone miss any deadline on a busy machine. On CI every run draws the same
+# examples: a rare near tie is for a developer to find, not a reason for another's change to fail.
 _EXAMPLES = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
@@ -48,15 +48,15 @@ settings.load_profile("omni")
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    about: dict[str, int] = getattr(config, "workerinput", {})  # of pytest-xdist, in its workers
+    about: dict[str, int] = getattr(config, "workerinput", {})  # set by pytest-xdist in its workers
     items[:] = first_things_first(items, about.get("workercount", 1))
 
 
 @pytest.fixture(scope="module")
 def nothing_older_collected() -> None:
-    """For a module whose tests collect garbage: each looks through what is new since it began.
+    """For a module whose tests collect garbage: exempt older objects from collection.
 
-    What is there already is never looked through again, as what was imported.
+    They are never traversed again, for instance those of imports.
     """
     gc.collect()
     gc.freeze()
@@ -71,10 +71,10 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session", autouse=True)
 def checkpoint_cache(run_folder: Path) -> Path:
-    """The folder in which this run keeps seeded checkpoints and kernels; one for all its workers.
+    """The folder for this run's seeded checkpoints and kernels; one for all its workers.
 
-    ``$OMNI_CACHE_DIR`` points to it. It is the run's own unless ``$OMNI_TEST_CACHE`` names one,
-    which later runs find: entries are named by what they are made of, and checked when found.
+    ``$OMNI_CACHE_DIR`` points to it. It belongs to the run unless ``$OMNI_TEST_CACHE`` names
+    one, which later runs reuse: entries are named by their inputs, and checked when found.
     """
     folder = Path(os.environ.get("OMNI_TEST_CACHE", run_folder / "omni-cache")).absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +86,7 @@ def checkpoint_cache(run_folder: Path) -> Path:
 def seeded(checkpoint_cache: Path) -> Callable[[str], str]:
     """``seeded("qwen2")`` is the folder of that seeded checkpoint, built on first use.
 
-    One worker builds, the others wait; the kernels, which every engine wants, go first.
+    One worker builds, the others wait; the kernels, which every engine needs, go first.
     """
     from engine.native import NativeBuildError, load_kernels
     from omni.seeded.checkpoints import resolve_model
@@ -98,7 +98,7 @@ def seeded(checkpoint_cache: Path) -> Callable[[str], str]:
 
 @pytest.fixture(scope="session")
 def ray_cluster(run_folder: Path) -> Iterator[SessionCluster]:
-    """The Ray cluster of this run, begun when the first of its workers asks for it."""
+    """The Ray cluster of this run, started by the first of its workers that requests it."""
     from tests.support.ray_cluster import SessionCluster
 
     cluster = SessionCluster(run_folder)

@@ -1,4 +1,4 @@
-"""What ARCHITECTURE.md says of the code is there."""
+"""What ARCHITECTURE.md describes exists in the code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MOST_STOPS = 12
 
 
 def defined(source: str, name: str) -> bool:
-    """Whether a dotted name is a class, method or function of a source file."""
+    """Return True if a dotted name is a class, method or function of a source file."""
     body = ast.parse(source).body
     for part in name.split("."):
         found = [

@@ -1,4 +1,4 @@
-"""The documentation's pages say what is so. ``make lint`` checks where their links lead."""
+"""The documentation's pages are accurate. ``make lint`` checks their links."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ def test_what_a_page_imports_of_ours_is_there(file: str, block: str) -> None:
 
 
 def test_what_is_to_be_installed_is_there() -> None:
-    """Of a checkout, and with extras that it has: no index has the package."""
+    """From a checkout, and with existing extras: no index has the package."""
     files = [README, *PAGES, *(file for each in LAYERS for file in modules(each))]
     text = "\n".join(file.read_text("utf-8") for file in files)
     assert "omni-pipeline[" not in text
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     asked = set(re.findall(r"pip install -e '\.\[(\w+)\]'", text))
     assert {"bench", "otel", "ray", "serve"} <= asked <= set(project["optional-dependencies"])
-    assert "urls" not in project  # there is no home yet
+    assert "urls" not in project  # there is no home page yet
 
 
 @pytest.mark.parametrize("command", [each for each in commands() if each.startswith("omni ")])
@@ -130,7 +130,7 @@ def test_docstrings_become_markdown(docstring: str, told: str) -> None:
 
 
 def anchors(file: Path) -> set[str]:
-    """What a link to a place in a Markdown file may name."""
+    """Return the anchors of a Markdown file that links may name."""
     headings = re.findall(r"^#+ (.+)$", file.read_text("utf-8"), re.M)
     named = {name for each in headings for name in re.findall(r"\{#([\w-]+)\}", each)}
     return named | {re.sub(r"[^\w\- ]", "", each.lower()).replace(" ", "-") for each in headings}
@@ -140,7 +140,7 @@ def anchors(file: Path) -> set[str]:
     "name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]
 )
 def test_a_link_of_a_page_beside_the_site_leads_somewhere(name: str) -> None:
-    """``mkdocs build --strict`` sees the links of the site's own pages alone."""
+    """``mkdocs build --strict`` checks only links of the site's own pages."""
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", (ROOT / name).read_text("utf-8")):
         file, _, anchor = target.partition("#")
         page = ROOT / (file or name)
@@ -150,7 +150,7 @@ def test_a_link_of_a_page_beside_the_site_leads_somewhere(name: str) -> None:
 
 @pytest.fixture(scope="module")
 def search_index(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """The sections that the site's search looks in, but for docstrings: location, title, text."""
+    """Return the sections that the site's search indexes, except docstrings."""
     site = tmp_path_factory.mktemp("site")
     config = str(ROOT / "mkdocs.yml")
     build(load_config(config, plugins=["search"], site_dir=str(site), strict=False))
@@ -158,7 +158,7 @@ def search_index(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str
 
 
 def found_first(question: str, sections: list[dict[str, str]]) -> str:
-    """The page of the section with the rarest of the question's words, a thousandfold in titles."""
+    """Return the page of the section with the question's rarest words; titles count 1000-fold."""
 
     def words(text: str) -> set[str]:
         return set(re.findall(r"[a-z0-9_.]+[a-z0-9]|[a-z]", text.lower()))

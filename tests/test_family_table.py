@@ -1,4 +1,4 @@
-"""The table of families in the documentation is what the tests of a run show, if they pass."""
+"""The table of families in the documentation states what passing tests show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``make gpu`` in a small form on a CPU; what stops or fails in the middle loses nothing."""
+"""A small ``make gpu`` on a CPU; stopping or failing in the middle loses nothing."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_parts_that_fail_or_hang_leave_what_they_found(tmp_path: Path):
     gpu.run_part(report, "bad", script("bad", "raise SystemExit('too bad')"), 60)
     file = tmp_path / "hanging.jsonl"
     wait = "import time; time.sleep(3600)"
-    # It is stopped when its row has come, however slow this machine is.
+    # It is stopped when its row has arrived, however slow this machine is.
     limit_s = 0.0
     while not gpu.read_rows(file):
         limit_s = 2 * limit_s + 0.5

@@ -1,4 +1,4 @@
-"""Rules about the source itself that no linter knows."""
+"""Rules about the source itself that no linter checks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TESTS = [
 
 @lru_cache(1)
 def parsed(source: str) -> ast.Module:
-    """Of the file at hand, which several rules look into; nobody changes it."""
+    """Return the tree of the current file, shared by several rules; none modifies it."""
     return ast.parse(source)
 
 
@@ -37,7 +37,7 @@ def relative(file: Path) -> str:
 
 @pytest.mark.parametrize("file", SOURCES + TESTS, ids=relative)
 def test_a_file_keeps_the_rules(file: Path):
-    """All rules in one test: each looks into the same tree."""
+    """All rules in one test: each reads the same tree."""
     source = file.read_text("utf-8")
     found = [*too_long(source), *unsafe_loads(source)]
     if file in _RULED_SOURCES:
@@ -53,7 +53,7 @@ def test_a_planted_long_file_is_found():
 
 
 def too_long(source: str) -> Iterator[str]:
-    """Whether a file is too long to be read."""
+    """Report a file that is too long to be read."""
     lines = len(source.splitlines())
     if lines > MAX_LINES:
         yield f"{lines} lines, of at most {MAX_LINES}; split it by concept"
@@ -72,7 +72,7 @@ def test_a_planted_wrong_name_is_found(name: str, planted: str, told: str):
 
 
 def wrongly_named(name: str, source: str) -> Iterator[str]:
-    """What is wrong with what a module is called, and says of itself."""
+    """Report what is wrong with a module's name and its docstring."""
     if name in {"utils", "util", "helpers", "common", "misc"}:
         yield f"{name} is no noun for what is in it"
     if not ast.get_docstring(parsed(source)):
@@ -161,7 +161,7 @@ def test_a_planted_vague_docstring_is_found():
 
 
 def vague_docstrings(source: str) -> Iterator[str]:
-    """Docstrings that begin with a clause, instead of what the thing is or does."""
+    """Report docstrings that begin with a clause instead of what the thing is or does."""
     for node in ast.walk(parsed(source)):
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
@@ -192,10 +192,10 @@ def test_the_changelog_tells_of_the_version_that_is_built():
 
 
 def too_large(source: str) -> Iterator[str]:
-    """Classes and functions that are too long, and functions that take too much.
+    """Report classes and functions that are too long, and functions with too many parameters.
 
     Constructors take what the object is made of, and a dataclass writes no function; ``self`` and
-    ``cls`` are not counted. A kernel of Triton takes all that its launch says, number by number.
+    ``cls`` are not counted. A Triton kernel takes all launch parameters, number by number.
     """
     for node in ast.walk(parsed(source)):
         if isinstance(node, ast.ClassDef) and _lines(node) > MAX_CLASS_LINES:
@@ -217,7 +217,7 @@ def too_large(source: str) -> Iterator[str]:
 
 
 def _lines(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """From ``class`` or ``def`` to the last line; decorators stand before it."""
+    """Count from ``class`` or ``def`` to the last line, without decorators."""
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
@@ -234,7 +234,7 @@ def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
 
 
 def broad_handlers(source: str) -> Iterator[str]:
-    """Handlers of any exception that neither raise it again in the end nor say why in a comment."""
+    """Report handlers of any exception that neither re-raise it nor say why in a comment."""
     lines = source.splitlines()
     for node in ast.walk(parsed(source)):
         if not isinstance(node, ast.ExceptHandler):
@@ -254,7 +254,7 @@ def broad_handlers(source: str) -> Iterator[str]:
 
 
 def unsafe_loads(source: str) -> list[str]:
-    """Imports and calls that would run what a file says."""
+    """Return imports and calls that would execute a file's contents."""
     found = [
         f"line {line}: import of {name}"
         for line, name in imported_packages(parsed(source))
@@ -267,7 +267,7 @@ def unsafe_loads(source: str) -> list[str]:
 
 
 def _is_named_so(function: ast.expr) -> bool:
-    """Whether it is worth writing out: most calls are of other names."""
+    """Return True if the name is worth writing out: most calls have other names."""
     match function:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name in {"load", "unsafe_load", "full_load", "eval", "exec"}

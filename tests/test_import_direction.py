@@ -19,7 +19,7 @@ from tests.support.import_graph import (
 )
 from tests.support.rooms import FLOORS, closed_doors, floor_of, room_of, unknown_rooms
 
-# What the lowest room must not know: it is ids, hashes, sizes and tensors only.
+# Modules that the lowest room must not import: it is ids, hashes, sizes and tensors only.
 MODEL_LIBRARIES = {"transformers", "tokenizers", "xformers", "huggingface_hub"}
 ROOMS = floor_of()
 SOURCES = {
@@ -80,7 +80,7 @@ def test_the_architecture_page_shows_this_table():
 
 
 def _joined(floors: str) -> str:
-    """A floor that takes two lines on a page ends its first one with a comma."""
+    """End the first line of a two-line floor with a comma, as on the page."""
     return re.sub(r",\s+", ", ", floors)
 
 

@@ -1,4 +1,4 @@
-"""What only names prompts, settings and stages does not wait for torch and transformers."""
+"""Code that only names prompts, settings and stages imports neither torch nor transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.models.registry import FAMILIES
 from tests.support.import_graph import ROOT, public_names
 
 HEAVY = ("torch", "transformers", "tokenizers", "xformers", "huggingface_hub")
-# What runs no text: transformers' modelling, torch's compiler, and libraries for sound and video.
+# Not needed to run text: transformers' modelling, torch's compiler, sound and video libraries.
 OF_MEDIA = ("scipy", "soundfile", "soxr", "av")
 OF_OTHER_WORK = (
     "transformers.activations",
@@ -26,7 +26,7 @@ OF_OTHER_WORK = (
     "sympy",
     *OF_MEDIA,
 )
-# What is installed on demand; make run does without.
+# Installed on demand; make run does without.
 OF_EXTRAS = (
     "ray",
     "matplotlib",
@@ -38,7 +38,7 @@ OF_EXTRAS = (
 )
 CLI = "from omni.commands.cli import app\n"
 OF_CHECKS = ("pydantic", "yaml", "engine", "stages", "omni.pipelines")
-# One after the other in one process, with what none of them until then may have imported.
+# Run in order in one process, with what none of them may have imported until then.
 LIGHT: dict[str, Iterable[str]] = {
     f"{CLI}app(['--help'], standalone_mode=False)": (*HEAVY, *OF_EXTRAS, *OF_CHECKS),
     "import engine, stages, omni": HEAVY + OF_EXTRAS,
@@ -70,7 +70,7 @@ LIGHT: dict[str, Iterable[str]] = {
 
 
 def run_and_find(steps: dict[str, Iterable[str]]) -> None:
-    """Run code step by step in a new process; nothing that a step names is imported by then."""
+    """Run code step by step in a new process; a step's modules must not be imported by then."""
     code = "import sys\n"
     for step, others in steps.items():
         code += (
@@ -81,15 +81,15 @@ def run_and_find(steps: dict[str, Iterable[str]]) -> None:
 
 
 def test_light_work_imports_no_heavy_library() -> None:
-    """Nor does a server that answers, and measuring one; help not even what checks pipelines."""
+    """Nor does a running server or a benchmark of one; help does not even check pipelines."""
     run_and_find(LIGHT)
 
 
 def test_what_runs_text_imports_nothing_else(seeded: Callable[[str], str]) -> None:
-    """Engines import no family before it is used; a talker nothing of its thinker's towers and its
-    vocoder, which have processes of their own; and no command anything of other work."""
+    """Engines import no family before it is used; a talker nothing of its thinker's towers or its
+    vocoder, which have separate processes; and no command the code of others."""
     for name in ("qwen2", "llama"):
-        seeded(name)  # what builds them imports more
+        seeded(name)  # building them imports more
     talker = seeded("qwen2_5_omni")
     places = (row.build or row.generator or row.decoder_config for row in FAMILIES.rows.values())
     families = [f"engine.{place.partition(':')[0]}" for place in places if place is not None]

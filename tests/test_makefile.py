@@ -1,4 +1,4 @@
-"""Which Python ``make`` takes, and that lint beside the tests is neither lost nor in the way."""
+"""``make`` picks the right Python; lint run next to the tests is neither lost nor in the way."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def script(path: Path, body: str) -> None:
 
 
 def make(*arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Run the repository's Makefile, with ``path`` for the only folder of programs."""
+    """Run the repository's Makefile, with ``path`` as the only folder of programs."""
     outer = {"MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "MAKELEVEL", "PYTHON", "WORKERS"}
     environment = {name: value for name, value in os.environ.items() if name not in outer}
     if path is not None:
@@ -92,13 +92,13 @@ def test_the_environment_is_built_with_it(tmp_path: Path):
     programs = tmp_path / "bin"
     script(programs / "python3.12", f'test "$2" != venv || echo "$*" > {tmp_path}/asked; exit 0')
     done = make(f"VENV={tmp_path}/env", "install", path=programs)
-    # The environment that should be there now is not: the next command of the recipe fails.
+    # The expected environment does not exist: the next command of the recipe fails.
     assert done.returncode
     assert (tmp_path / "asked").read_text() == f"-m venv {tmp_path}/env\n"
 
 
 def installs(folder: Path, target: str) -> list[str]:
-    """What pip is asked for, by a target in a folder whose Python only says what it was asked."""
+    """Return pip's arguments for a target in a folder whose Python only prints its arguments."""
     script(folder / "env" / "bin" / "python", f'echo "$@" >> {folder}/asked')
     script(folder / "env" / "bin" / "omni", "echo an answer")
     done = make(f"VENV={folder}/env", target)
@@ -117,7 +117,7 @@ def test_the_demo_installs_what_it_needs_and_no_more_and_torch_first(tmp_path: P
 
 
 def tools(folder: Path, *, ruff: str = WORKS, mypy: str = WORKS, python: str = WORKS) -> str:
-    """An installed environment of fakes."""
+    """Create an installed environment of fakes."""
     for name, body in {"ruff": ruff, "mypy": mypy, "python": python}.items():
         script(folder / "bin" / name, body)
     (folder / ".omni").touch()

@@ -1,4 +1,4 @@
-"""The page of mistakes says what each of them is answered."""
+"""The page of mistakes shows the actual answer to each of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order in which tests are run leaves none out and knows all that it names."""
+"""The order of tests omits none, and every name in it exists."""
 
 from __future__ import annotations
 

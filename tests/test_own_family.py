@@ -34,14 +34,14 @@ sys.exit(status)
 
 
 def files() -> dict[str, str]:
-    """The blocks of the page that are files, by name."""
+    """Return the blocks of the page that are files, by name."""
     found = re.findall(r'^```\w+ title="(.+?)"\n(.*?)^```', PAGE.read_text("utf-8"), re.S | re.M)
     assert len(dict(found)) == len(found)
     return dict(found)
 
 
 def install(package: Path) -> None:
-    """What an editable install leaves where Python looks: modules, and an entry point."""
+    """Write what an editable install creates: modules, and an entry point."""
     project = tomllib.loads((package / "pyproject.toml").read_text("utf-8"))["project"]
     about = package / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
     about.mkdir()

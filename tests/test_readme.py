@@ -1,4 +1,4 @@
-"""What the README and the documentation's pages show runs as it is printed there."""
+"""The examples of the README and the documentation's pages run as printed there."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.videos import moving_picture, video_file
 
 
 def the_script(file: str, has: str, folder: Path) -> str:
-    """The Python block of a page that has some text, as a file."""
+    """Return the Python block of a page that contains some text, as a file."""
     (block,) = (block for name, block in snippets("python") if name == file and has in block)
     (folder / "shown.py").write_text(block)
     return str(folder / "shown.py")

@@ -24,7 +24,7 @@ pytest.importorskip("mypy", reason="types are checked where mypy is installed")
 
 PACKAGES = (engine, omni, prefix_cache, stages)
 
-# What is not ours to type is left out, which saves most of the time.
+# Third-party code is skipped, which saves most of the time.
 SETTINGS = """\
 [mypy]
 strict = true
@@ -33,7 +33,7 @@ follow_imports = skip
 ignore_missing_imports = true
 """
 
-# What a line reveals, or why it is wrong, stands behind it.
+# Each line's comment gives its revealed type or its error.
 MINE = """\
 from omni import (
     AutoregressiveStage,
@@ -79,7 +79,7 @@ StageInputs("writer", shout)  # wrong: arg-type
 
 
 def install(folder: Path) -> None:
-    """Copy what ``pyproject.toml`` says is installed."""
+    """Copy what ``pyproject.toml`` installs."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]
     for package in project["packages"]:
         source, target = (root / package.replace(".", "/") for root in (ROOT, folder))
@@ -101,7 +101,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def findings(
     site: Path, folder: Path, text: str, python: str = sys.executable
 ) -> dict[int, list[str]]:
-    """What mypy says of each line of a user's file; what it learns of a site lies beside it."""
+    """Return mypy's messages for each line of a user's file; the site's cache is next to it."""
     (folder / "mine.py").write_text(text)
     (folder / "mypy.ini").write_text(SETTINGS)
     checked = subprocess.run(
@@ -173,7 +173,7 @@ def test_no_public_name_is_of_a_type_that_says_nothing(site: Path, tmp_path: Pat
 
 
 def test_without_the_mark_nothing_is_seen(site: Path, tmp_path: Path) -> None:
-    """So that the tests above can fail."""
+    """Shows that the tests above can fail."""
     unmarked, python = tmp_path / "site", tmp_path / "venv" / "bin" / "python"
     shutil.copytree(site, unmarked)
     (unmarked / "omni" / "py.typed").unlink()

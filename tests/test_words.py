@@ -1,4 +1,4 @@
-"""One word, one meaning: what a name of the source stands for does not depend on the file."""
+"""One word, one meaning: the meaning of a name in the source does not depend on the file."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ TWICE: Mapping[str, str] = {
     "ImageUrl": _OPENAI,
     "InputAudio": _OPENAI,
 }
-"""Names that two classes have, with the reason why it is one meaning."""
+"""Names that two classes have, with the reason why the meaning is the same."""
 
 
 def type_names(source: str) -> Iterator[str]:
-    """Names of all classes and aliases of types in a file that others may read.
+    """Yield names of all public classes and type aliases in a file.
 
-    One that begins with an underscore is read in its own file alone; a type variable is no word.
+    Names with an underscore are read in their own file only; type variables do not count.
     """
     tree = ast.parse(source)
     for node in ast.walk(tree):
@@ -41,7 +41,7 @@ def type_names(source: str) -> Iterator[str]:
 
 
 def doubles(sources: Mapping[str, str]) -> dict[str, list[str]]:
-    """Names that several files, or one of them several times, give to a class or a type."""
+    """Return names that several files, or one file several times, give to a class or a type."""
     found: dict[str, list[str]] = {}
     for file, source in sources.items():
         for name in type_names(source):

@@ -1,4 +1,4 @@
-"""A short part of ``torture/request_fuzz.py``: whatever comes is taken, or refused alone."""
+"""A short part of ``torture/request_fuzz.py``: every request is accepted, or refused alone."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def models_of_this_run(checkpoint_cache: Path) -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-# Numbers of which some are taken and some refused.
+# Numbers of which some are accepted and some refused.
 @pytest.mark.parametrize(
     ("kind", "first", "num"),
     [("yaml", 460, 120), ("lines", 0, 60), ("requests", 0, 16), ("templates", 0, 12)],

@@ -1,4 +1,4 @@
-"""A user's own ``engine.py`` is named, instead of a name that it lacks."""
+"""An error names the user's own ``engine.py`` that shadows the package."""
 
 from __future__ import annotations
 

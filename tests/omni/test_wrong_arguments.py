@@ -1,4 +1,4 @@
-"""Whatever of the wrong type is given to a public name, one sentence says what it should be."""
+"""A public name answers an argument of the wrong type with one sentence on what it should be."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAMES |= {"load_config": PipelineConfig.load, "CONFIG": CONFIG}
 
 
 def result_of(code: ast.expr) -> Any:
-    """What code of calls, names and literals stands for, by ``NAMES``."""
+    """Evaluate code of calls, names and literals by ``NAMES``."""
     match code:
         case ast.Call(ast.Name(name), given, named):
             keywords = {str(each.arg): result_of(each.value) for each in named}
@@ -45,7 +45,7 @@ def result_of(code: ast.expr) -> Any:
     return ast.literal_eval(code)
 
 
-# What is called, and what is said of it. A type checker would find each of these mistakes.
+# The calls, and their errors. A type checker would find each of these mistakes.
 MISTAKES = rows(r"""
 Omni(3) | config must be the name of a shipped pipeline, .* got 3 .int.
 Omni('two_step', overrides=3) | overrides must be a mapping of dotted places to values, got 3
@@ -149,7 +149,7 @@ def test_an_engine_refuses_what_is_no_prompt_and_no_sampling(
 def test_a_request_that_cannot_be_ordered_spoils_no_other(
     engine: LLMEngine, wrong: dict[str, Any], message: str
 ) -> None:
-    """A priority that is no number was found out when it was compared with another one."""
+    """A priority that is no number used to be detected only when compared with another."""
     with pytest.raises(ValueError, match=message):
         engine.add_request(**{"request_id": "r", "prompt": "x"} | wrong)
     assert engine.generate("x", SamplingParams(max_tokens=2))[0].error is None

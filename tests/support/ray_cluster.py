@@ -1,4 +1,4 @@
-"""The one Ray cluster of a run of the tests: three nodes, all on this machine."""
+"""The one Ray cluster of a test run: three nodes, all on this machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.ray_relay import start_relay
 
 
 class SessionCluster:
-    """This process's share in it: whoever asks first begins it, and it ends with the whole run."""
+    """This process's share of it: the first user starts it, and it ends with the whole run."""
 
     def __init__(self, folder: Path) -> None:
         note = folder / "ray-cluster.json"
@@ -35,10 +35,10 @@ class SessionCluster:
         self.address: str
         self.environment: Mapping[str, str]
         self.program: str
-        """What a cluster takes for Python whose actors are to come from this one's nursery."""
+        """The program that a cluster uses as Python, so that its actors come from the nursery."""
         self.address, self.environment, self.program = json.loads(note.read_text())
         with _set(self.environment):
-            # Ray reads them when it is imported, as in any process that is started with them.
+            # Ray reads them when it is imported, as in any process started with them.
             raylet: Any = ray._raylet
             raylet.Config.initialize("")
             raylet.AuthenticationTokenLoader.instance().reset_cache()
@@ -53,26 +53,26 @@ class SessionCluster:
 
     @cached_property
     def relay(self) -> Any:
-        """An actor that hands on what it gets, for workers that are threads of this process.
+        """An actor that forwards messages for workers that are threads of this process.
 
         It is on another node than this process.
         """
         return start_relay(self.nodes[1])
 
     def num_actors(self, pid: int) -> int:
-        """Those that are alive of a process; other workers of the run have some, too."""
+        """Return the number of a process's live actors; other workers of the run have some, too."""
         jobs = {job["JobID"] for job in ray._private.state.jobs() if job["DriverPid"] == pid}
         listed = ray._private.state.actors().values()
         return sum(actor["State"] != "DEAD" and actor["JobID"] in jobs for actor in listed)
 
     @property
     def store_bytes(self) -> int:
-        """How much of its object stores is in use, by whatever process."""
+        """Return how much of its object stores is in use, by any process."""
         total, free = ray.cluster_resources(), ray.available_resources()
         return int(total["object_store_memory"] - free["object_store_memory"])
 
     def stop(self) -> None:
-        """Leave it; its actors end."""
+        """Leave it; this process's actors end."""
         self._membership.leave()
 
 
@@ -87,9 +87,9 @@ def _begin() -> tuple[str, dict[str, str], str]:
         start_new_session=True,
     )
     noted, nursery = Path(folder, ray_nodes.ADDRESS), Path(folder, ray_head.NURSERY)
-    # An actor that does not begin within Ray's minute is given up.
+    # An actor that does not start within Ray's minute is given up.
     wait_for(lambda: (noted.exists() and nursery.exists()) or keeper.poll() is not None)
-    keeper.returncode = keeper.returncode or 0  # it outlives this process, and that is no mistake
+    keeper.returncode = keeper.returncode or 0  # it outlives this process deliberately
     return noted.read_text(), environment, str(Path(folder, ray_head.PROGRAM))
 
 

@@ -1,9 +1,9 @@
-"""A Ray cluster for a whole run of the tests, of three nodes; a program of its own.
+"""A Ray cluster of three nodes for a whole test run; a separate program.
 
     python -m tests.support.ray_head PID FOLDER
 
-It ends the cluster, and removes the folder, when the process with that id has ended in whatever
-way: workers of pytest-xdist come and go, and any of them may be the last one. Its actors come from
+It ends the cluster and removes the folder when the process with that id has ended for any reason:
+workers of pytest-xdist come and go, and any of them may be the last one. Its actors are forked from
 a :mod:`~tests.support.ray_nursery`.
 """
 
@@ -23,10 +23,10 @@ from typing import BinaryIO
 from tests.support import ray_nursery_client
 
 NURSERY = "nursery"
-"""The socket by which actors are to be had, as soon as it is there."""
+"""The socket that serves actors; it exists as soon as it accepts connections."""
 
 PROGRAM = "python"
-"""The program by which they are had, which a cluster is to take for Python."""
+"""The program that starts them, which a cluster uses as Python."""
 
 _NODES = "tests.support.ray_nodes"
 QUIET = {"RAY_prestart_worker_first_driver": "0", "RAY_enable_metrics_collection": "0"}
@@ -35,7 +35,7 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def main(pid: int, folder: str) -> None:
-    """Keep a cluster in a folder for as long as a process lives."""
+    """Keep a cluster in a folder running for as long as a process lives."""
     try:
         watched = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -60,7 +60,7 @@ def main(pid: int, folder: str) -> None:
 
 
 def _start_nursery(folder: str, log: BinaryIO) -> subprocess.Popen[bytes]:
-    """Start what actors are forked from; it ends with this process."""
+    """Start the process that actors are forked from; it ends with this process."""
     return subprocess.Popen(
         [sys.executable, "-m", "tests.support.ray_nursery", str(Path(folder, NURSERY))],
         env=os.environ | QUIET,
@@ -71,7 +71,7 @@ def _start_nursery(folder: str, log: BinaryIO) -> subprocess.Popen[bytes]:
 
 
 def _write_program(folder: str) -> Path:
-    """Write the program that the cluster is to take for Python."""
+    """Write the program that the cluster uses as Python."""
     program = Path(folder, PROGRAM)
     client = ray_nursery_client.__file__
     words = (sys.executable, "-I", "-S", client, str(Path(folder, NURSERY)))

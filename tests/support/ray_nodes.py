@@ -2,13 +2,13 @@
 
     python -m tests.support.ray_nodes PROGRAM FOLDER
 
-Each has an object store, so that what goes from an actor on one to an actor on another is copied.
+Each has an object store, so that data sent between actors on different nodes is copied.
 The driver is on the first, which is the head.
 
 Args:
-    PROGRAM: what Ray is to take for Python.
-    FOLDER: for all that Ray writes; the cluster's address is in its file :data:`ADDRESS` when all
-        nodes are there.
+    PROGRAM: what Ray uses as Python.
+    FOLDER: for all files of Ray; its file :data:`ADDRESS` holds the cluster's address once all
+        nodes are up.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _NUM_NODES = 3
 
 _STORE_BYTES = 128 * 2**20
 _MOST_INLINE_BYTES = 32 * 2**10
-"""Of what Ray sends along instead of placing it into a store: more than a heartbeat with all its
-counters, and less than the rows of tests. By itself Ray takes three times that."""
+"""Size limit of data that Ray sends inline instead of storing it: more than a heartbeat with all
+its counters, and less than the rows of tests. Ray's default is three times that."""
 
 _LOOKED_EACH_MS = 20
-"""A read that has missed that its object has come looks again after that long. By itself Ray takes
-a second, and of another node's objects one in a hundred that are as small as the tests' is missed.
+"""A read that missed its object's arrival checks again after that long. Ray's default is a second,
+and one in a hundred reads of other nodes' objects as small as the tests' misses it.
 """
 
 _NODE: dict[str, Any] = {
@@ -39,7 +39,7 @@ _NODE: dict[str, Any] = {
 }
 _HEAD: dict[str, Any] = {
     "num_gpus": 4,
-    # What these processes do, no test asks for, and each of them takes half a second to begin.
+    # No test needs these processes, and each of them takes half a second to start.
     "no_monitor": True,
     "include_dashboard": False,
     "_system_config": {
@@ -50,7 +50,7 @@ _HEAD: dict[str, Any] = {
 
 
 def main(program: str, folder: str) -> None:
-    """Have the nodes until somebody ends this process."""
+    """Run the nodes until this process is ended."""
     sys.executable = program
     os.environ |= {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
     from ray.cluster_utils import Cluster  # which reads the environment
@@ -61,8 +61,8 @@ def main(program: str, folder: str) -> None:
     cluster.wait_for_nodes()
     written = Path(folder, f"{ADDRESS}.new")
     written.write_text(cluster.address)
-    written.rename(Path(folder, ADDRESS))  # who finds it, finds all of it
-    # They end with this process. Ray's own handler would first wait for what runs on each of them.
+    written.rename(Path(folder, ADDRESS))  # appears only when complete
+    # They end with this process. Ray's own handler would first wait for each node's processes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
     while True:
         signal.pause()

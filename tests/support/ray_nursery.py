@@ -1,16 +1,16 @@
-"""Processes of Ray, forked from one that has imported what actors of tests need; a program.
+"""Forks Ray's processes from one that has imported what the tests' actors need; a program.
 
     python -m tests.support.ray_nursery ADDRESS
 
-Each actor has a process, which would import torch, transformers and the engine: some four seconds
-of a processor, thirty times in a run of the tests. ::
+Each actor has a process, which would otherwise import torch, transformers and the engine: some
+four seconds of a processor, thirty times in a run of the tests. ::
 
     raylet ── "python" setup_worker.py ... ──► client ── what, where, 0, 1, 2 ──► nursery
                                                  │                                   │ fork
                                                  │ ◄───── its end ───── worker ◄─────┘
 
-The client lives as long as its worker. What else a cluster starts by that program is started as it
-would be without. Actors that begin from nothing are tried in the clusters of ``omni run``.
+The client lives as long as its worker. Anything else that a cluster starts by that program starts
+as usual. Actors that start from nothing are tested in the clusters of ``omni run``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 def main(address: str) -> None:
-    """Serve clients at an address, and be, in every fork, what one of them has asked for."""
+    """Serve clients at an address; in every fork, run what its client asked for."""
     for name in _IMPORTED_FIRST:
         importlib.import_module(name)
     for row in FAMILIES.rows.values():
@@ -64,22 +64,22 @@ class _Nursery:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(f"{address}.new")
         self._listener.listen(64)
-        os.rename(f"{address}.new", address)  # who finds it can connect
+        os.rename(f"{address}.new", address)  # visible only once it accepts connections
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
 
     def serve(self) -> tuple[Any, list[int]]:
-        """Fork for each client; returns in the forks, with what was asked and the descriptors."""
+        """Fork for each client; returns in the forks, with the client's request and descriptors."""
         while True:
             for key, _ in self._selector.select():
                 if key.fileobj is not self._listener:
                     key.data()
-                    break  # it may have ended what else was there
+                    break  # it may have removed the folder
                 client, _ = self._listener.accept()
                 _, fds, _, _ = socket.recv_fds(client, 1, NUM_FDS)
                 with client.makefile("rb") as lines:
                     line = lines.readline()
-                if not line:  # it was killed meanwhile
+                if not line:  # the client was killed meanwhile
                     client.close()
                     continue
                 pid = os.fork()
@@ -92,14 +92,14 @@ class _Nursery:
                     os.close(fd)
 
     def _leave_all_behind(self) -> None:
-        """What these own is closed with all other descriptors, and not again with the objects."""
+        """Detach these objects: their descriptors are closed with all others, and only once."""
         for key in self._selector.get_map().values():
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.detach()
         self._selector.close()
 
     def _watch(self, client: socket.socket, pid: int) -> None:
-        """End one when the other ends."""
+        """End one of them when the other ends."""
         process = os.pidfd_open(pid)
 
         def kill() -> None:
@@ -121,7 +121,7 @@ class _Nursery:
 
 
 def _become(asked: Any, fds: list[int]) -> None:
-    """Run a client's program in its surroundings, for as long as there is a nursery at most."""
+    """Run a client's program in its environment, no longer than the nursery lives."""
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
     os.setpgid(0, 0)  # Ray ends a worker's whole group, which may not be the nursery's
     for number, fd in enumerate(fds):

@@ -1,4 +1,4 @@
-"""What a cluster of tests takes for Python: it has a worker forked, and is Python for all else.
+"""The tests' cluster's Python: has a worker forked, and acts as Python for everything else.
 
 python -I -S ray_nursery_client.py ADDRESS ARGUMENT...
 """

@@ -1,4 +1,4 @@
-"""Workers in threads of this process, whose every message goes round by a Ray cluster."""
+"""Workers in threads of this process whose every message passes through a Ray cluster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.patience import PATIENCE_S
 
 
 class Relay:
-    """An actor that hands on what it gets, from one mailbox to another."""
+    """An actor that forwards messages from one mailbox to another."""
 
     def __init__(self) -> None:
         self._boxes: defaultdict[str, queue.SimpleQueue[Any]] = defaultdict(queue.SimpleQueue)
@@ -34,7 +34,7 @@ class Relay:
 
     @ray.method(concurrency_group="put", num_returns=0)
     def put(self, box: str, number: int, items: list[Any]) -> None:
-        """Place things in a box; None is the last one."""
+        """Put items into a box; None is the last one."""
         with self._lock:
             queued = self._boxes[box]
         early = self._early[box]
@@ -46,15 +46,15 @@ class Relay:
 
     @ray.method(concurrency_group="give", num_returns="streaming")
     def give(self, box: str, number: int) -> Iterator[Any]:
-        """Yield what is placed in a box, as this actor's own."""
-        with self._lock:  # or two calls may make them at once
+        """Yield the items of a box, as this actor's own."""
+        with self._lock:  # or two calls may create them at once
             items = self._boxes[box]
         while (item := items.get()) is not None:
             yield ray.get(item) if isinstance(item, ray.ObjectRef) else item
 
     @ray.method(concurrency_group="put", num_returns="streaming")
     def fail(self) -> Iterator[Any]:
-        """Raise what Ray does of a call that was lost on its way."""
+        """Raise what Ray raises for a call that was lost in transit."""
         yield from _lost()
 
 
@@ -63,7 +63,7 @@ def _lost() -> Iterator[Any]:
 
 
 def start_relay(node: str) -> Any:
-    """An actor of the cluster that this process is in, on the node with that id."""
+    """Start an actor in this process's cluster, on the node with that id."""
     groups = {"put": 1, "give": 400}
     remote: Any = ray.remote
     kind = remote(num_cpus=0, concurrency_groups=groups)(Relay)
@@ -102,22 +102,22 @@ class _RelayedConnection(ActorConnection):
 
     def _kill(self) -> None:
         super()._kill()
-        if ray.is_initialized():  # to ask for anything would begin another cluster
+        if ray.is_initialized():  # any call to Ray would start another cluster
             self._actor.end.remote()
 
 
 class _LocalWorker(ActorWorker):
     def __init__(self, argument: bytes, build: Build) -> None:
         super().__init__(argument, build)
-        # Nobody may take this process for one that can be killed.
+        # This process must never be taken for one that can be killed.
         self._hello = Hello(PROTOCOL_VERSION, 0, "elsewhere")
 
     def settle_in(self, spec: WorkerSpec) -> None:
-        """The process is the test's."""
+        """Do nothing: the process is the test's."""
 
 
 class _FarEnd:
-    """What a link takes for an actor, and the two threads that serve it here."""
+    """Stands in for a link's actor, with the two threads that serve it here."""
 
     def __init__(self, relay: Any, name: str, spec: WorkerSpec, build: Build) -> None:
         self.relay = relay
@@ -160,10 +160,10 @@ class _Box:
 
 
 class _Handle:
-    """Calls of an actor, as calls of the relay."""
+    """Forwards calls of an actor as calls of the relay."""
 
     def lose(self, loses: Callable[[str, int], bool]) -> None:
-        """Have some calls lost on their way."""
+        """Make some calls get lost in transit."""
         for name, lost in (("take", lambda: None), ("say", self._fail.remote)):
             method = getattr(self, name).remote
             calls = itertools.count()

@@ -1,4 +1,4 @@
-"""Attention written to be obviously right: the oracle of all other backends. Never fast."""
+"""Attention written to be obviously right: the oracle for all other backends. Never fast."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def visibility_mask(
     causal: bool = True,
     visible_ends: Tensor | None = None,
 ) -> Tensor:
-    """Which keys each query sees when the queries are the last tokens of a sequence.
+    """Return which keys each query sees when the queries are the last tokens of a sequence.
 
-    For 2 queries in a sequence of 5 (``x``: seen)::
+    For 2 queries in a sequence of 5 (``x``: visible)::
 
                           with a window of 3   not causal
         key      0 1 2 3 4      0 1 2 3 4       0 1 2 3 4
@@ -70,7 +70,7 @@ class ReferenceBackend(AttentionBackend):
                 continue
             ends = None if metadata.visible_ends is None else metadata.visible_ends[start:end]
             mask = visibility_mask(end - start, seq_len, metadata.window, metadata.causal, ends)
-            # No query sees what lies before: it may be gone, and is not even to be read.
+            # No query sees earlier rows: they may be freed, and must not even be read.
             first = int(mask.any(dim=0).nonzero()[0])
             keys, values = _sequence_rows(
                 kv_cache, metadata.block_table[request], metadata.block_size, first, seq_len
@@ -83,7 +83,7 @@ class ReferenceBackend(AttentionBackend):
 def _sequence_rows(
     kv_cache: LayerKVCache, block_ids: Tensor, block_size: int, first: int, end: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of positions ``first .. end - 1``, ``(n, num_kv_heads, head_dim)`` each."""
+    """Return keys and values of ``first .. end - 1``, each ``(n, num_kv_heads, head_dim)``."""
     positions = torch.arange(first, end, device=block_ids.device)
     key_chunks = block_ids[positions // block_size].long() * kv_cache.chunks_per_page
     key_chunks += 2 * kv_cache.layer_index
@@ -92,18 +92,18 @@ def _sequence_rows(
 
 
 def _bias_of(bias: Tensor, num_queries: int, num_keys: int) -> Tensor:
-    """``(num_heads, num_queries, num_keys)``; distances past the last column take that."""
+    """Return ``(num_heads, num_queries, num_keys)``; distances are clipped to the last column."""
     queries = torch.arange(num_keys - num_queries, num_keys)[:, None]
     distances = (queries - torch.arange(num_keys)).clamp(0, bias.shape[1] - 1)
     return bias[:, distances.to(bias.device)].double()
 
 
 def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
-    """The sequence's last tokens over its keys; ``mask`` is ``(queries, keys)``."""
+    """Attend from the sequence's last tokens to its keys; ``mask`` is ``(queries, keys)``."""
     if keys.isfinite().all() and values.isfinite().all():
         return _attend_masked(query, keys, values, mask, scoring)
-    # Each query over nothing but what it sees: a weight of 0 would not hide NaN. The last key that
-    # it sees is its own, or of an encoder the last of all, so that distances stay as they are.
+    # Each query over only its visible keys: a weight of 0 would not hide NaN. The last visible key
+    # is the query's own, or an encoder's last, so that distances stay unchanged.
     rows = [
         _attend_masked(query[i : i + 1], keys[seen], values[seen], seen[seen][None], scoring)
         for i, seen in enumerate(mask)
@@ -114,7 +114,7 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scoring: 
 def _attend_masked(
     query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, scoring: Scoring
 ) -> Tensor:
-    """Scores of every query and key, and the hidden ones without weight."""
+    """Score every query and key; hidden ones get no weight."""
     queries_per_kv_head = query.shape[1] // keys.shape[1]
     keys = keys.double().repeat_interleave(queries_per_kv_head, dim=1)
     values = values.double().repeat_interleave(queries_per_kv_head, dim=1)

@@ -1,4 +1,4 @@
-"""Stages in workers of their own, without a pipeline's configuration."""
+"""Stages in separate workers, without a pipeline's configuration."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from stages.worker.messages import StreamedEdge
 def several_stages(
     name: str, stages: Sequence[tuple[str, tuple[StreamedEdge, ...]]], **options: Any
 ) -> WorkerSpec:
-    """A worker of stages, which the test builds itself, by name with the edges that leave each."""
+    """Return a worker of stages built by the test, by name with the edges that leave each."""
     specs = tuple(StageSpec(stage, "", "", None, edges) for stage, edges in stages)
     return WorkerSpec(name, specs, **options)
 
 
 def one_stage(name: str, edges: tuple[StreamedEdge, ...] = (), **options: Any) -> WorkerSpec:
-    """A worker of one stage, which the test builds itself."""
+    """Return a worker of one stage built by the test."""
     return several_stages(name, [(name, edges)], **options)
 
 

@@ -1,9 +1,9 @@
-"""Random request streams, and what each request has to say whatever else happens.
+"""Random request streams, and each request's required output whatever else happens.
 
-A stream adds requests with shared prefixes (token ids and embeddings mixed), goes on with what one
-has said so far, as a conversation's next turn does, steps, aborts, pauses, resumes and changes the
-token budget of the steps, on a pool so small that blocks are evicted and requests preempted.
-Whatever happens, a request that finishes has to say what it says alone in an engine without cache.
+A stream adds requests with shared prefixes (token ids and embeddings mixed), continues them with
+their output so far, as a conversation's next turn does, steps, aborts, pauses, resumes and changes
+the token budget of the steps, on a pool so small that blocks are evicted and requests preempted.
+A request that finishes must have the output that it has alone in an engine without cache.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BUDGETS = (8, 16, 64, 512)
 class Ask:
     """One request of a stream: the first ``length`` tokens of a family, then a tail of its own.
 
-    Behind them comes what was ``said`` since, by the model and to it: not behind embeddings.
+    Followed by what was ``said`` since, by the model and to it; not after embeddings.
     """
 
     family: int
@@ -51,7 +51,7 @@ class Ask:
     said: tuple[int, ...] = field(default=(), kw_only=True)
 
     def next_turn(self, output: RequestOutput, number: int) -> Ask:
-        """The same and what has come of it, cut at the end or with more behind it."""
+        """Return the same request and its output, cut at the end or with more appended."""
         reply = output.outputs[0].token_ids
         new = (30 + number,) * (number % 4)
         return replace(self, said=(*self.said, *reply[: len(reply) - number % 5 // 4], *new))
@@ -81,7 +81,7 @@ Script = list[tuple[str, Ask | int]]
 
 
 def scripts(max_prompt: int, budgets: Sequence[int] = BUDGETS) -> st.SearchStrategy[Script]:
-    """Streams whose prompts are at most ``max_prompt`` tokens before their tails."""
+    """Draw streams whose prompts have at most ``max_prompt`` tokens before their tails."""
     asks = asks_of(Ask, max_prompt, family=st.integers(0, 2), as_embeds=st.booleans())
     return streams_of(asks, max_size=30, budgets=budgets)
 
@@ -89,7 +89,7 @@ def scripts(max_prompt: int, budgets: Sequence[int] = BUDGETS) -> st.SearchStrat
 def asks_of(
     kind: type[Ask], max_prompt: int, **fields: st.SearchStrategy[Any]
 ) -> st.SearchStrategy[Ask]:
-    """Requests of a kind: of two families and token ids, unless ``fields`` say otherwise."""
+    """Draw requests of a kind: of two families and token ids, unless ``fields`` override them."""
     usual: dict[str, st.SearchStrategy[Any]] = {
         "family": st.integers(0, 1),
         "length": st.integers(1, max_prompt),
@@ -106,7 +106,7 @@ def asks_of(
 def streams_of(
     asks: st.SearchStrategy[Ask], *, max_size: int, budgets: Sequence[int] = BUDGETS
 ) -> st.SearchStrategy[Script]:
-    """Streams that add such requests and next turns of them, step, abort, pause and resume."""
+    """Draw streams that add such requests and their next turns, step, abort, pause and resume."""
     return st.lists(
         st.one_of(
             st.tuples(st.just("add"), asks),
@@ -124,7 +124,7 @@ def streams_of(
 def assert_busy(
     before: EngineStats, after: EngineStats, *, preempts: bool = True, evicts: bool = True
 ) -> None:
-    """That what ran in between hit, evicted and preempted, items included if there are any."""
+    """Check that the run hit, evicted and preempted, including items if there are any."""
     assert before.kv is not None and after.kv is not None
     assert after.cached_tokens > before.cached_tokens
     assert after.kv.evictions > before.kv.evictions or not evicts
@@ -135,16 +135,16 @@ def assert_busy(
 
 
 class Alone:
-    """The uncached answer of each request, computed by itself on a pool that holds it.
+    """The uncached answers of requests, each computed alone on a pool that holds it.
 
     Args:
         checkpoint: the model.
-        output_names: of the tensors that are wanted; None takes all that the model emits.
-        atol: what rounding does to them when a request runs in another batch.
+        output_names: of the requested tensors; None for all that the model emits.
+        atol: absolute error from rounding when a request runs in another batch.
         part: of the model, if the checkpoint holds several.
-        rtol: likewise, in parts of what they are.
-        near_tie: of two logits, which rounding may exchange then.
-        **config: more of the engine's.
+        rtol: likewise, relative.
+        near_tie: a difference of two logits that rounding may reverse.
+        **config: further settings of the engine.
     """
 
     def __init__(
@@ -175,7 +175,7 @@ class Alone:
 
 
 alone_with = cache(Alone)
-"""One for all tests of a process that ask for the same: each answer is computed once."""
+"""Shared by all tests of a process with the same settings: each answer is computed once."""
 
 
 def assert_same(
@@ -185,7 +185,7 @@ def assert_same(
     rtol: float = 0.0,
     near_tie: float = NEAR_TIE,
 ) -> None:
-    """Promise 1; a near tie of the logits is the one excuse, and has to be shown."""
+    """Check promise 1; only a near tie, shown by the logits, excuses a difference."""
     for ours, theirs in zip(cached.outputs, uncached.outputs, strict=True):
         if ours.token_ids != theirs.token_ids:
             assert theirs.logprobs is not None
@@ -205,14 +205,14 @@ def assert_same(
 
 
 def run_stream(engine: LLMEngine, script: Script, alone: Alone) -> dict[str, RequestOutput]:
-    """Play a script; each answer has to be the uncached one. Nothing of it stays in the engine."""
+    """Run a script; each answer must be the uncached one, and the engine must end up empty."""
     live: dict[str, Ask] = {}
     budget = engine._scheduler._max_num_batched_tokens
     try:
         return _played(engine, script, alone, live)
     finally:
         engine._scheduler._max_num_batched_tokens = budget
-        # Of a script that failed; else the next one would fail by what this one left.
+        # After a failed script; else the next one would fail because of this one's leftovers.
         for request_id in live:
             engine.abort(request_id)
 

@@ -1,4 +1,4 @@
-"""The rooms of the house from the ground up, and what imports do not keep to their doors."""
+"""The rooms and floors of the source, and imports that violate them."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ omni.server, omni.commands.bench
 omni.commands
 omni
 """
-"""A line is a floor, the first one the ground. A room is a folder, without its subfolders, or a
-module that stands apart from its folder. Its files may import each other, in no circle, and what
-stands on lower floors; not its neighbours on the same floor."""
+"""Each line is a floor, the first one the lowest. A room is a folder without its subfolders, or a
+module that stands apart from its folder. Its files may import each other without cycles, and
+modules on lower floors; not rooms on the same floor."""
 
 
 def floor_of(floors: str = FLOORS) -> dict[str, int]:
-    """Every room with its floor, the lowest 0.
+    """Return every room with its floor, the lowest 0.
 
     Raises:
         ValueError: a room stands on two floors.
@@ -72,13 +72,13 @@ def floor_of(floors: str = FLOORS) -> dict[str, int]:
 
 
 def room_of(file: str, rooms: Mapping[str, int]) -> str | None:
-    """The room that a file such as ``engine/llm/llm_engine.py`` is in, if there is one."""
+    """Return the room of a file such as ``engine/llm/llm_engine.py``; None if it is in no room."""
     folder = file.rpartition("/")[0].replace("/", ".")
     return next((name for name in (module_name(file), folder) if name in rooms), None)
 
 
 def unknown_rooms(files: Iterable[str], rooms: Mapping[str, int]) -> list[str]:
-    """Folders that hold modules and are no room, with the first module of each."""
+    """Return folders that hold modules and are no room, with the first module of each."""
     found: dict[str, str] = {}
     for file in sorted(files):
         if room_of(file, rooms) is None:
@@ -87,7 +87,7 @@ def unknown_rooms(files: Iterable[str], rooms: Mapping[str, int]) -> list[str]:
 
 
 def closed_doors(sources: Mapping[str, str], rooms: Mapping[str, int]) -> list[str]:
-    """Imports from a room of one that is not on a lower floor; unknown rooms are left out."""
+    """Return imports of rooms that are not on a lower floor; unknown rooms are skipped."""
     found = []
     for (file, imported), line in arrows(sources).items():
         room, other = room_of(file, rooms), room_of(imported, rooms)

@@ -1,4 +1,4 @@
-"""Whether two runs of the same requests said the same."""
+"""Comparison of two runs' outputs for the same requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from omni import Omni, OmniOutput, OmniRequest
 
 
 def assert_same(found: Sequence[OmniOutput], expected: Sequence[OmniOutput]) -> None:
-    """Ids and texts are equal; tensors and sound nearly."""
+    """Check that ids and texts are equal, and tensors and sound nearly."""
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.error is None, ours.error
         assert ours.stages.keys() == theirs.stages.keys()
@@ -30,7 +30,7 @@ def assert_same(found: Sequence[OmniOutput], expected: Sequence[OmniOutput]) -> 
 
 
 def streamed(omni: Omni, prompts: Sequence[str]) -> list[OmniOutput]:
-    """The last outputs of prompts that are spoken, whose pieces of sound add up to the whole."""
+    """Return the last outputs of spoken prompts; their pieces of sound add up to the whole."""
     heard: dict[str, list[torch.Tensor]] = {}
     last: dict[str, OmniOutput] = {}
     for output in omni.stream([OmniRequest(text, text) for text in prompts]):

@@ -15,7 +15,7 @@ BLOCK_SIZE = 4
 
 
 class Harness:
-    """A scheduler over real blocks, and a model that always says token 7."""
+    """A scheduler over real blocks, with a model that always generates token 7."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Harness:
         mix: str = "full",
         swaps: bool = False,
     ) -> None:
-        # Never the host's ids: what runs short here are the device's pages.
+        # Never the host's ids: the device's pages are what runs short here.
         config = mixed_config(GROUP_MIXES[mix], num_blocks, BLOCK_SIZE, num_host_blocks=500)
         self.kv = KVCacheManager(config, output_names=(), max_num_batched_tokens=budget)
         self.scheduler = Scheduler(
@@ -74,10 +74,10 @@ class Harness:
         return output
 
     def fail(self) -> SchedulerOutput:
-        """A step whose model raises: nothing is computed, and its requests are isolated."""
+        """Run a step whose model raises: nothing is computed, and its requests are isolated."""
         output = self._schedule()
         for request in self.scheduler.fault_isolation.recover(output):
-            # It ran alone, and the engine would fail it; here it tries again.
+            # It ran alone, and the engine would fail it; here it is retried.
             num_tokens = request.num_computed_tokens + output.num_tokens
             self.scheduler.fault_isolation.isolate(request, num_tokens)
             self.scheduler._queues.restart(request)
@@ -93,7 +93,7 @@ class Harness:
         return output
 
     def shares(self) -> dict[str, int]:
-        """Run a step; who ran how many tokens."""
+        """Run a step; return the number of tokens of each request."""
         return {item.request.request_id: item.num_tokens for item in self.step().scheduled}
 
 

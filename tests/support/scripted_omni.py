@@ -1,4 +1,4 @@
-"""A pipeline that says what it was asked, without a model: for what goes on around it."""
+"""A pipeline without a model that echoes its prompts, for tests of the code around it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from stages import StageOutput, StageStats
 
 
 class ScriptedOmni:
-    """Stands in for ``Omni``; requests end in the reverse order, two by two."""
+    """Stands in for ``Omni``; requests end in the reverse order, two at a time."""
 
     built = 0
     before: Callable[[int], object] = staticmethod(lambda _: None)
@@ -50,7 +50,7 @@ class ScriptedOmni:
             yield OmniOutput(request.request_id, stages, finished=True)
 
     def stats(self) -> dict[str, StageStats]:
-        """Nothing was counted."""
+        """Return no stats."""
         return {"writer": StageStats(), "reader": StageStats()}
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What is told soon where stages run elsewhere: that all have settled, or that one refuses."""
+"""Checks that stages, also remote ones, have settled or refuse a request."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.support.patience import PATIENCE_S
 
 
 def assert_settled(stages: Iterable[Stage]) -> None:
-    """No stage has a request or has lost anything.
+    """Check that no stage has a request or has lost anything.
 
-    A worker elsewhere may be about to hear that a request was aborted.
+    A remote worker may not have received an abort yet.
     """
     until = time.monotonic() + PATIENCE_S
     for stage in stages:
@@ -24,7 +24,7 @@ def assert_settled(stages: Iterable[Stage]) -> None:
 
 
 def refusal(orchestrator: Orchestrator, request: OmniRequest) -> str:
-    """Why a request is refused: at once by a stage in this thread, or as its last output."""
+    """Return why a request is refused: at once by a stage in this thread, or as its last output."""
     try:
         orchestrator.add_request(request)
     except ValueError as error:

@@ -23,7 +23,7 @@ from tests.support.remote_stages import several_stages
 
 @contextmanager
 def thread_workers() -> Iterator[ChannelWorkers]:
-    """Have workers be threads in the place of processes; afterwards they have ended."""
+    """Run workers as threads instead of processes; afterwards they have ended."""
     workers = ChannelWorkers(build_stage)
     with patch.object(omni_module, "connect_process", workers.connect):
         yield workers
@@ -32,7 +32,7 @@ def thread_workers() -> Iterator[ChannelWorkers]:
 
 @contextmanager
 def apart(config: PipelineConfig) -> Iterator[tuple[Omni, ChannelWorkers]]:
-    """A pipeline whose stages share a worker, and all its workers so far."""
+    """Start a pipeline whose stages share a worker; yield it and all its workers so far."""
     with thread_workers() as workers, Omni(config, apart=True) as omni:
         yield omni, workers
 
@@ -40,7 +40,7 @@ def apart(config: PipelineConfig) -> Iterator[tuple[Omni, ChannelWorkers]]:
 def omni_apart(
     *stages: Stage, make: Callable[[], Sequence[Stage]] | None = None, max_retries: int = 0
 ) -> Omni:
-    """An ``Omni`` whose stages share a worker."""
+    """Start an ``Omni`` whose stages share a worker."""
     plain = Pipeline(stages)
     edges = streamed_edges(plain.stages)
     left: list[Stage] = []
@@ -58,7 +58,7 @@ def omni_apart(
 
 
 def worker_of(omni: Omni) -> WorkerSupervisor:
-    """The worker of a pipeline whose stages share one."""
+    """Return the worker of a pipeline whose stages share one."""
     (worker,) = {
         worker
         for stage in omni.pipeline.stages.values()

@@ -1,4 +1,4 @@
-"""Speech prompts: made up, cut into chunks, or of what transformers' thinker computes."""
+"""Speech prompts: made up, cut into chunks, or computed by transformers' thinker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import Qwen2_5OmniForConditionalGeneration
 from engine import SpeechPrompt
 
 WIDTH = 64
-"""Of a row for the seeded talker."""
+"""The width of a row for the seeded talker."""
 
 _ROWS_OF_FAMILY = 80
 
@@ -20,7 +20,7 @@ _ROWS_OF_FAMILY = 80
 def made_up(
     family: int, num_prompt: int, num_reply: int, *, places: bool = False, speaker: str = "Chelsie"
 ) -> SpeechPrompt:
-    """Rows of noise. Two of one family agree in the prompt rows that both have, and in replies."""
+    """Return rows of noise. Those of one family agree in the shared prompt rows, and in replies."""
     generator = torch.Generator().manual_seed(family)
     prompt = torch.randn(_ROWS_OF_FAMILY, WIDTH, generator=generator)[:num_prompt]
     reply = torch.randn(_ROWS_OF_FAMILY, WIDTH, generator=generator)[:num_reply]
@@ -35,7 +35,7 @@ def made_up(
 
 
 def cut(prompt: SpeechPrompt, sizes: Sequence[int]) -> list[SpeechPrompt]:
-    """The same in chunks: ``sizes`` rows of the reply each, in turns; the first may have none."""
+    """Cut a prompt into chunks of ``sizes`` reply rows each, in turns; the first may have none."""
     chunks: list[SpeechPrompt] = []
     num_cut = number = 0
     while not chunks or not chunks[-1].is_last:
@@ -64,7 +64,7 @@ def spoken(
     text_ids: Sequence[int],
     speaker: str = "Chelsie",
 ) -> SpeechPrompt:
-    """What transformers' thinker hands to its talker, computed in one pass."""
+    """Return the inputs of transformers' talker from its thinker, computed in one pass."""
     prompt_ids = inputs["input_ids"]
     num_prompt = prompt_ids.shape[1]
     ids = torch.cat([prompt_ids, torch.tensor([list(text_ids[:-1])], dtype=torch.int64)], dim=1)

@@ -1,4 +1,4 @@
-"""A pipeline that speaks, of stages without models, and how to run it."""
+"""A speech pipeline of stages without models, and functions that run it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPTS = {"x": "hello there", "y": "hm", "z": "what is it that you hear"}
 def speech_stages(
     chunks: tuple[int | None, int | None] = (2, 3), **changes: dict[str, Any]
 ) -> list[FakeSpeechStage]:
-    """A thinker, a talker and a vocoder; keyword arguments by stage."""
+    """Return a thinker, a talker and a vocoder; keyword arguments by stage."""
     talker: dict[str, Any] = {"chunk_size": chunks[0], "tail": 6, "final_output": ()}
     code2wav: dict[str, Any] = {"chunk_size": chunks[1], "tail": 0, "final_output": ("audio",)}
     talker["transform"], code2wav["transform"] = "thinker_to_talker", "talker_to_code2wav"
@@ -34,7 +34,7 @@ def speech_stages(
 def drain(
     orchestrator: WholeOrchestrator, each_turn: Callable[[], None] = lambda: None
 ) -> dict[str, list[OmniOutput]]:
-    """Every output by request, until nothing is left."""
+    """Return every output by request, until nothing is left."""
     outputs: dict[str, list[OmniOutput]] = {}
     until_s = time.monotonic() + PATIENCE_S
     for _ in range(20_000):
@@ -48,7 +48,7 @@ def drain(
 
 
 def last_outputs(orchestrator: WholeOrchestrator) -> dict[str, OmniOutput]:
-    """The last output of every request, when nothing is left."""
+    """Return the last output of every request, when nothing is left."""
     return {request_id: outputs[-1] for request_id, outputs in drain(orchestrator).items()}
 
 
@@ -58,7 +58,7 @@ def start(
     on_stage_output: Callable[[StageOutput], None] | None = None,
     **more: Any,
 ) -> WholeOrchestrator:
-    """Hand in one request per prompt."""
+    """Add one request per prompt."""
     orchestrator = WholeOrchestrator(Pipeline(stages), on_stage_output=on_stage_output)
     for request_id, prompt in prompts.items():
         orchestrator.add_request(OmniRequest(prompt, request_id, **more))
@@ -68,26 +68,26 @@ def start(
 def run(
     stages: Sequence[FakeSpeechStage], prompts: Mapping[str, str] = PROMPTS, **more: Any
 ) -> dict[str, OmniOutput]:
-    """The last outputs; no stage keeps anything."""
+    """Return the last outputs; check that no stage keeps anything."""
     last = last_outputs(start(stages, prompts, **more))
     assert_settled(stages)
     return last
 
 
 def text_and_sound(output: OmniOutput) -> tuple[str | None, list[float]]:
-    """The text, and the samples of the sound."""
+    """Return the text, and the samples of the sound."""
     audio = output.stages["code2wav"].audio
     assert audio is not None
     return output.stages["thinker"].text, audio.samples.tolist()
 
 
 def whole(prompts: Mapping[str, str] = PROMPTS, **more: Any) -> dict[str, OmniOutput]:
-    """The last outputs without streaming."""
+    """Return the last outputs without streaming."""
     return run(speech_stages((None, None)), prompts, **more)
 
 
 def until(orchestrator: WholeOrchestrator, condition: Callable[[], bool]) -> None:
-    """Take turns until something is so."""
+    """Step until a condition holds."""
     for _ in range(10_000):
         if condition():
             return

@@ -1,4 +1,4 @@
-"""Engines of every kind, with requests that share, wait and give way, for disturbed runs."""
+"""Engines of every kind, with requests that share, wait and are preempted, for disturbed runs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.support.thinker_asks import KINDS, PLACEHOLDERS, ThinkerAsk
 from tests.support.vocoder_reference import random_codes
 
 _NUM_BLOCKS = {"qwen2": 13, "qwen2 swapping": 12, "jamba": 6, "bart": 21}
-"""Blocks with which two or three of the four requests run at once, and one has to give way."""
+"""Number of blocks with which two or three of four requests run at once, and one is preempted."""
 SUBJECTS = (*_NUM_BLOCKS, "qwen2_5_omni thinker", "bert", "qwen2_5_omni vocoder")
 _ASKS = tuple(Ask(n % 2, 14, n, 6 + n, False, n == 2, 0, None) for n in range(4))
 _INPUTS = tuple(tuple(range(30, 30 + length)) for length in (5, 9, 9, 4, 12))
@@ -37,7 +37,7 @@ _VOCODER = GenerationParams(num_steps=2, window=StreamWindow(first_blocks=1, chu
 
 
 class _PairAsk(Ask):
-    """The same tokens for a decoder, whose encoder reads what others' encoders read too."""
+    """The same tokens for a decoder whose encoder reads inputs that others share."""
 
     @property
     def prompt(self) -> Prompt:
@@ -48,7 +48,7 @@ class _PairAsk(Ask):
 
 
 def subject_of(name: str, seeded: Callable[[str], str]) -> Subject:
-    """One of :data:`SUBJECTS`; ``seeded`` gives the folder of a seeded checkpoint."""
+    """Return one of :data:`SUBJECTS`; ``seeded`` returns the folder of a seeded checkpoint."""
     if name in _NUM_BLOCKS:
         return _decoder(name, seeded(name.split()[0]))
     if name == "qwen2_5_omni thinker":

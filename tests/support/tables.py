@@ -1,12 +1,12 @@
-"""Cases of a test as a table in text: a row a line, which is easier to read than nested tuples."""
+"""Test cases as a table in text, one row per line, which is easier to read than nested tuples."""
 
 from __future__ import annotations
 
 
 def rows(table: str, divider: str = " | ") -> list[tuple[str, ...]]:
-    """The cells of each line, stripped; one may be empty.
+    """Return the cells of each line, stripped; one may be empty.
 
-    A line that ends in a backslash goes on in the next one.
+    A line that ends in a backslash continues on the next one.
     """
     joined = table.replace("\\\n", "").strip()
     lines = (line.strip() for line in joined.splitlines())

@@ -1,4 +1,4 @@
-"""Request streams that show pictures, sound and videos, and what counts a thinker's towers."""
+"""Request streams with pictures, sound and videos, and counters of a thinker's towers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _talkie(sound: NDArray[np.float32]) -> VideoFeatures:
     return VideoFeatures(pixels, (3, 2, 2), 1.0, sound)
 
 
-# Six placeholders each, but for the last ones of every kind, and the video with its sound.
+# Six placeholders each, except for the last of every kind, and the video with its sound.
 _SHOWN: dict[Modality, list[Any]] = {
     "image": [picture(0), picture(1), picture(3), picture(2)],
     "audio": [tone(0.25), tone(0.25, 2000.0), tone(0.1)],
@@ -50,7 +50,7 @@ KINDS: tuple[Modality, ...] = tuple(PLACEHOLDERS)
 
 
 def shows(engine: LLMEngine, *content: int | tuple[Modality, Any]) -> TokensPrompt:
-    """Token ids, and items in their places."""
+    """Return token ids with items at their positions."""
     assert engine.tokenizer is not None
     vocabulary = engine.tokenizer.get_vocab()
     items: dict[str, list[Any]] = {}
@@ -65,7 +65,7 @@ def shows(engine: LLMEngine, *content: int | tuple[Modality, Any]) -> TokensProm
 
 
 class TowerRuns:
-    """Counts the items of every run of a tower, by the sort of tower."""
+    """Counts the items of every run of a tower, by kind of tower."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.heard: list[int] = []
@@ -87,7 +87,7 @@ class TowerRuns:
 
 @dataclass(frozen=True)
 class ThinkerAsk(Ask):
-    """A request of a stream that shows items among its tokens."""
+    """A request of a stream with items among its tokens."""
 
     placeholders: tuple[int, ...] = ()
     kinds: tuple[Modality, ...] = ()
@@ -97,7 +97,7 @@ class ThinkerAsk(Ask):
     def prompt(self) -> TokensPrompt:
         text = super().prompt
         assert isinstance(text, TokensPrompt)
-        # What a model says may be codes, of which one has a placeholder's number.
+        # A model may generate codes, one of which has a placeholder's number.
         ids = [10 if each in self.placeholders else each for each in text.prompt_token_ids]
         places = sorted((min(place, self.length), kind, n) for place, kind, n in self.shown)
         for place, kind, _ in reversed(places):
@@ -115,7 +115,7 @@ def thinker_scripts(
     max_text: int,
     budgets: Sequence[int] = BUDGETS,
 ) -> st.SearchStrategy[Script]:
-    """Streams in which items return at the same and at other places, and others at theirs."""
+    """Draw streams in which items recur at the same and other positions, or swap them."""
     kind = st.integers(0, len(placeholders) - 1)
     item = st.tuples(st.sampled_from([0, 2, 2, 9]), kind, st.integers(0, 4))
     shown = st.lists(item, max_size=2).map(tuple)

@@ -1,4 +1,4 @@
-"""Conversations with images, sound and videos, and what transformers' thinker makes of them."""
+"""Conversations with images, sound and videos, and transformers' thinker outputs for them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _MARK = "<tts_pad>"
 
 @cache
 def tone(seconds: float, hertz: float = 300.0, rate: int = RATE) -> NDArray[np.float32]:
-    """A pure tone; a second of it takes 25 placeholders."""
+    """Return a pure tone; a second of it takes 25 placeholders."""
     samples: NDArray[np.float64] = np.sin(
         2 * np.pi * hertz * np.arange(round(seconds * rate)) / rate
     )
@@ -49,7 +49,7 @@ def tone(seconds: float, hertz: float = 300.0, rate: int = RATE) -> NDArray[np.f
 
 @cache
 def clip(seed: int, grids: int = 2, seconds: float = 0.5) -> VideoFeatures:
-    """A video of noise, ``grids`` of 4 x 6 patches, which are 6 placeholders each."""
+    """Return a video of noise, ``grids`` of 4 x 6 patches, which are 6 placeholders each."""
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randn(grids * 24, 3 * 2 * 14 * 14, generator=generator)
     return VideoFeatures(pixels, (grids, 4, 6), seconds)
@@ -58,13 +58,13 @@ def clip(seed: int, grids: int = 2, seconds: float = 0.5) -> VideoFeatures:
 def talkie(
     seed: int, sound: NDArray[np.float32], grids: int = 2, seconds: float = 0.5
 ) -> VideoFeatures:
-    """A :func:`clip` with its own sound."""
+    """Return a :func:`clip` with its own sound."""
     return replace(clip(seed, grids, seconds), audio=sound)
 
 
 @dataclass(frozen=True)
 class Talk:
-    """What a user says: texts, pictures, samples and videos in a row."""
+    """A user's message: texts, pictures, samples and videos in order."""
 
     content: Sequence[str | Image.Image | NDArray[np.float32] | VideoFeatures]
     tail: tuple[str, ...] = field(default=())
@@ -121,7 +121,7 @@ class ThinkerAnswer:
 
 
 class NoVideos:
-    """Stands where transformers wants a video processor, which needs torchvision."""
+    """Stands in for transformers' video processor, which needs torchvision."""
 
     model_input_names = ("pixel_values_videos", "video_grid_thw")
     merge_size = temporal_patch_size = 2
@@ -135,7 +135,7 @@ class _Lenient:
 
 
 class Processor(_Lenient, Qwen2_5OmniProcessor):  # type: ignore[misc]
-    """Qwen2.5-Omni's, without videos."""
+    """Qwen2.5-Omni's processor, without videos."""
 
 
 class _Processor3(_Lenient, Qwen3OmniMoeProcessor):  # type: ignore[misc]
@@ -171,16 +171,16 @@ class ThinkerReference:
 
     @property
     def suppressed(self) -> tuple[int, ...]:
-        """What neither side may generate: a placeholder of nothing means no place."""
+        """Ids that neither side may generate: a placeholder without an item has no position."""
         kept = self.tokenizer.eos_token_id
         return tuple(index for index in self.tokenizer.all_special_ids if index != kept)
 
     def inputs(self, talk: Talk) -> dict[str, Any]:
-        """As transformers' processor makes them; videos are put in beside it."""
+        """Return the inputs of transformers' processor; videos are inserted separately."""
         text = self.tokenizer.apply_chat_template(
             list(talk.messages), tokenize=False, add_generation_prompt=True
         )
-        # The processor wants a video for the placeholder, and for the video a processor.
+        # The processor needs a video for the placeholder, and a processor for the video.
         text = text.replace(self.tokenizer.video_token, _MARK)
         kinds = {"images": talk.images, "audio": talk.sounds}
         given = {name: items for name, items in kinds.items() if items}
@@ -204,7 +204,7 @@ class ThinkerReference:
         }
 
     def _expand(self, video: VideoFeatures) -> list[int]:
-        """By the processor's own function, where there is sound."""
+        """Expand by the processor's own function if there is sound."""
         grid = torch.as_tensor(video.video_grid_thw).tolist()
         if video.audio is None:
             return [self.model.config.video_token_id] * (math.prod(grid) // _MERGED)
@@ -226,7 +226,7 @@ class ThinkerReference:
         return _get_feat_extract_output_lengths(lengths)
 
     def _sounds(self, talk: Talk) -> dict[str, Any]:
-        """All sounds in the order of their places, alone or in a video."""
+        """Return all sounds in order of position, alone or in a video."""
         sounds = [
             part.audio if isinstance(part, VideoFeatures) else part
             for part in talk.content
@@ -249,7 +249,7 @@ class ThinkerReference:
 
     @torch.inference_mode()
     def answer(self, talk: Talk, num_tokens: int) -> ThinkerAnswer:
-        """``generate``, and what one pass over prompt and answer gives."""
+        """Run ``generate``, and one pass over prompt and answer."""
         inputs = self.inputs(talk)
         prompt = inputs.pop("input_ids")
         self.model.model.rope_deltas = None

@@ -1,4 +1,4 @@
-"""Workers that run in threads of this process, and die when a test says so."""
+"""Workers that run in threads of this process, and die on a test's command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ThreadWorkers:
         return connection
 
     def kill(self, label: str) -> None:
-        """End a worker between two of its sentences."""
+        """End a worker between two messages."""
         self.alive[label].kill("was killed by a test")
 
     def join(self) -> None:

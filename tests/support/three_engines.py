@@ -24,7 +24,7 @@ TOKENS = TokensPrompt(tuple(range(30, 43)))
 
 
 def build_engine(kind: str, seeded: Callable[[str], str]) -> tuple[Engine[Any], Prompt]:
-    """An engine of that kind, and what it takes."""
+    """Return an engine of that kind, and a prompt for it."""
     if kind == "llm":
         return LLMEngine(EngineConfig(model=seeded("qwen2"), **LIMITS)), TOKENS
     if kind == "encoder":

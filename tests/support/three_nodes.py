@@ -1,20 +1,20 @@
-"""A pipeline over three nodes of a Ray cluster, all on this machine; a program of its own.
+"""A pipeline over three nodes of a Ray cluster, all on this machine; a separate program.
 
     python -m tests.support.three_nodes TRACE PROGRAM
 
 Actors are forked from the nursery whose client ``PROGRAM`` is, see :mod:`~tests.support.ray_head`:
-how they begin from nothing is tried in the clusters of ``omni run``.
+starting them from nothing is tested in the clusters of ``omni run``.
 
-A process is in one cluster at a time, and the one that tests are run in may be in another. ::
+A process is in one cluster at a time, and the process of the tests may be in another. ::
 
     writer ──rows, from one object store to another──► reader
     first node                                         second or third node, until that is lost,
                                                        and a fourth one, once that has come
 
-Before that, on the same nodes, a pipeline that speaks, with each of its stages on one: its pools
-hold one long request and a bit, so that those that run side by side preempt each other and what is
-cached gives way; all edges stream, and some requests are aborted on their way, one by stage. After
-it, two stages whose node is lost, of which one has no place on any other one.
+Before that, on the same nodes, a speech pipeline runs with each of its stages on one: its pools
+hold one long request and a bit, so that concurrent requests preempt each other and cached blocks
+are evicted; all edges stream, and some requests are aborted midway, one per stage. After it, two
+stages lose their nodes, and one of them has no other node to run on.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ _STAGES = ("thinker", "talker", "code2wav")
 _PREEMPTING = ("thinker", "talker")
 _SAID = [f"What did {name} say?" for name in ("the fox", "a dog", "it", "no one")]
 _STOPPED = {f"What is with {name}?": name for name in _STAGES}
-"""At the first output of which stage they are aborted."""
+"""The stage at whose first output they are aborted."""
 
 _USUAL: dict[str, Any] = {"block_size": 4, "max_model_len": 60, "max_num_seqs": 4}
 _SMALL = _USUAL | {"num_blocks": 17, "max_num_batched_tokens": 16}
 
 
 def speak_across(address: str, nodes: Sequence[str]) -> None:
-    """Compare what is said with what is said inline, with room for all."""
+    """Compare the output with that of an inline run with ample memory."""
     with Omni(_composed(_USUAL)) as omni:
         expected = _spoken(omni)
     places = {
@@ -82,7 +82,7 @@ def speak_across(address: str, nodes: Sequence[str]) -> None:
 
 
 def pid_of(omni: Omni, name: str) -> int:
-    """The process of a stage's only worker."""
+    """Return the process of a stage's only worker."""
     stage = omni.pipeline.stages[name]
     assert isinstance(stage, RemoteStage)
     (worker,) = stage.workers
@@ -91,7 +91,7 @@ def pid_of(omni: Omni, name: str) -> int:
 
 
 def node_of(pid: int) -> str:
-    """The id of the node that an actor is on, by its process."""
+    """Return the id of the node of an actor, by its process."""
     listed = ray._private.state.actors().values()
     (there,) = (
         actor["Address"]["NodeID"]
@@ -119,7 +119,7 @@ def _request(prompt: str, num_text: int, num_codes: int) -> OmniRequest:
 
 
 def _spoken(omni: Omni, stopped: Mapping[str, str] = MappingProxyType({})) -> dict[str, OmniOutput]:
-    """The last outputs by prompt, less those of requests that are aborted; see :data:`_STOPPED`."""
+    """Return the last outputs by prompt, without aborted requests; see :data:`_STOPPED`."""
     requests = [_request(prompt, 16, 24) for prompt in _SAID]
     requests += [_request(prompt, 40, 44) for prompt in stopped]
     heard: dict[str, list[torch.Tensor]] = {prompt: [] for prompt in (*_SAID, *stopped)}
@@ -136,7 +136,7 @@ def _spoken(omni: Omni, stopped: Mapping[str, str] = MappingProxyType({})) -> di
     for prompt, output in last.items():
         audio = output.stages["code2wav"].audio
         assert audio is not None and torch.equal(torch.cat(heard[prompt]), audio.samples)
-    # Of those who are held up, some may hear all of it at once.
+    # Some of the waiting ones may receive all of it at once.
     assert any(len(heard[prompt]) > 1 for prompt in last), "all of it came in one piece"
     return last
 
@@ -154,7 +154,7 @@ _PLACES = {
 
 
 def lose_together(cluster: Any) -> None:
-    """Lose them while one has requests, which end, and say what there is no place for."""
+    """Lose the nodes while one stage has requests, which end and report what has no node left."""
     node = cluster.add_node(**_SPECIAL)
     told: list[str | None] = []
     with Omni("two_step", overrides=_PLACES | {"runtime.address": cluster.address}) as omni:
@@ -192,7 +192,7 @@ _ROWS = {"stages.writer.final_output": ["text", "tensors"]}
 
 
 def main(trace: str, program: str) -> None:
-    """Compare what is said with what is said inline, also when nodes are lost meanwhile."""
+    """Compare the output with that of an inline run, also when nodes are lost meanwhile."""
     os.environ.update(ray_head.QUIET)
     with (
         patch.object(sys, "executable", program),
@@ -228,7 +228,7 @@ def main(trace: str, program: str) -> None:
     for outputs in (found, again, moved, back):
         assert_same(outputs, expected)
     for output, right in zip(failed, expected, strict=True):
-        if output.error is None:  # what is done before its node is lost stays done
+        if output.error is None:  # results completed before the node is lost are kept
             assert_same([output], [right])
         else:
             print(output.error)
@@ -239,7 +239,7 @@ def main(trace: str, program: str) -> None:
 
 @contextmanager
 def _cluster() -> Iterator[tuple[Any, dict[str, Any], Callable[[], object]]]:
-    """The cluster, what removes each node but the first, and what adds one for a reader."""
+    """Yield the cluster, what removes each node but the first, and what adds one for a reader."""
     head, *others = (
         {"num_cpus": 1, "resources": {name: 1}, "object_store_memory": _STORE_BYTES}
         | {"include_log_monitor": False}
@@ -256,7 +256,7 @@ def _cluster() -> Iterator[tuple[Any, dict[str, Any], Callable[[], object]]]:
 
 
 def _generate(omni: Omni, nodes: dict[str, Any] | None = None) -> list[OmniOutput]:
-    """Run the prompts, and lose the reader's node, if that is asked for, when it has begun."""
+    """Run the prompts, and lose the reader's node, if given, once it has begun."""
     last: dict[str, OmniOutput] = {}
     long = {"reader": {"max_tokens": 300, "ignore_eos": True}}
     for output in omni.stream([OmniRequest(text, text, sampling=long) for text in _PROMPTS]):
@@ -271,10 +271,10 @@ def _generate(omni: Omni, nodes: dict[str, Any] | None = None) -> list[OmniOutpu
 
 @contextmanager
 def _crowd_that_goes(omni: Omni) -> Iterator[None]:
-    """Somebody else has what a reader needs, until one that was lost has missed it for a while."""
+    """Occupy a reader's resources until a lost one has missed them for a while."""
 
     class Other:
-        """Of another pipeline, say."""
+        """An actor of another application."""
 
     remote: Any = ray.remote
     other = remote(num_cpus=0, resources={"reader": 1})(Other).remote()
@@ -299,12 +299,12 @@ def _reader(omni: Omni) -> RemoteStage:
 
 
 def _lose_node(omni: Omni, nodes: dict[str, Any]) -> None:
-    """As when its machine loses power: with all of its processes at once."""
+    """Lose a node as on a power failure: with all of its processes at once."""
     pid = pid_of(omni, "reader")
     there = node_of(pid)
-    os.kill(pid, signal.SIGSTOP)  # what it says meanwhile is not heard
+    os.kill(pid, signal.SIGSTOP)  # its messages from now on are not received
     nodes.pop(there)()
-    with suppress(ProcessLookupError):  # its raylet may have taken it along
+    with suppress(ProcessLookupError):  # its raylet may have ended it already
         os.kill(pid, signal.SIGKILL)
 
 

@@ -1,4 +1,4 @@
-"""Tiny caches for tests of the bookkeeping: sizes one can count, groups of every kind."""
+"""Tiny caches for tests of block accounting: countable sizes, groups of every kind."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ GROUP_MIXES: dict[str, dict[str, int]] = {
     "mllama": {"cross": 2, "full": 3},
     "all": {"cross": 2, "sliding": 3, "full": 5, "mamba": 2, "host": 1},
 }
-"""Kinds of layers that stand side by side in one model, with their numbers of layers."""
+"""Kinds of layers that occur together in one model, with their numbers of layers."""
 
 
 def tiny_config(num_blocks: int, block_size: int) -> KVCacheConfig:
-    """One full-attention group of one layer: a large page is a block."""
+    """Return one full-attention group of one layer: a large page is a block."""
     return mixed_config({"full": 1}, num_blocks, block_size)
 
 
@@ -48,7 +48,7 @@ def mixed_config(
     reach: int = 5,
     num_host_blocks: int = 0,
 ) -> KVCacheConfig:
-    """One group per kind of layer; every layer's page has ``8 * block_size`` bytes."""
+    """Return one group per kind of layer; every layer's page has ``8 * block_size`` bytes."""
     groups = tuple(
         KVCacheGroup(
             tuple(f"{kind}.{index}" for index in range(count)),
@@ -78,20 +78,20 @@ def _spec(kind: str, block_size: int, reach: int) -> KVCacheSpec:
 def hashes_of(
     token_ids: Sequence[int], block_size: int, salt: str | None = None
 ) -> list[BlockHash]:
-    """Hashes of the full blocks of a sequence of tokens."""
+    """Return hashes of the full blocks of a sequence of tokens."""
     hashes: list[BlockHash] = []
     extend_block_hashes(hashes, token_ids, block_size, salt=salt)
     return hashes
 
 
 def cached_ids(pool: BlockPool, group_id: int = 0) -> list[int]:
-    """A group's blocks with content that nobody holds, in the order of their eviction."""
+    """Return a group's unreferenced cached blocks in order of eviction."""
     (group,) = (arena.groups[group_id] for arena in pool.arenas if group_id in arena.groups)
     return [block.block_id for block in group.cached]
 
 
 def held_block(pool: BlockPool, block_id: int, group_id: int = 0) -> KVCacheBlock:
-    """The block of an id, held or cached."""
+    """Return the block with an id, held or cached."""
     blocks = (block for arena in pool.arenas for page in arena.pages for block in page.blocks)
     (found,) = (b for b in blocks if (b.block_id, b.group_id) == (block_id, group_id))
     return found

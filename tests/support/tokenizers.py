@@ -1,4 +1,4 @@
-"""Tokenizers of the kinds that checkpoints bring, built in memory."""
+"""Tokenizers of the kinds found in checkpoints, built in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORDS = ["▁", "▁▁", "▁the", "▁dog", "the", "dog", "▁a", "a", "b", "
 
 @cache
 def byte_level() -> PreTrainedTokenizerBase:
-    """As GPT-2, Llama 3 and Qwen: tokens are bytes, often a part of a character."""
+    """Like GPT-2, Llama 3 and Qwen: tokens are bytes, often a part of a character."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -35,7 +35,7 @@ def byte_level() -> PreTrainedTokenizerBase:
 
 @cache
 def llama_style() -> PreTrainedTokenizerBase:
-    """As Llama 2: bytes only where the vocabulary ends, and the text loses its first space."""
+    """Like Llama 2: bytes only where the vocabulary ends, and the text loses its first space."""
     tokenizer = _sentencepiece_like()
     tokenizer.decoder = decoders.Sequence(
         [
@@ -50,7 +50,7 @@ def llama_style() -> PreTrainedTokenizerBase:
 
 @cache
 def metaspace() -> PreTrainedTokenizerBase:
-    """As T5: the first token loses all its leading spaces; byte pieces stay as they are."""
+    """Like T5: the first token loses all its leading spaces; byte pieces stay unchanged."""
     tokenizer = _sentencepiece_like()
     tokenizer.decoder = decoders.Metaspace()
     return _with_special_tokens(tokenizer)
@@ -58,7 +58,7 @@ def metaspace() -> PreTrainedTokenizerBase:
 
 @cache
 def word_piece() -> PreTrainedTokenizerBase:
-    """As BERT: spaces come between tokens, unless the second begins with ``##``."""
+    """Like BERT: tokens are separated by spaces, unless the second begins with ``##``."""
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece()

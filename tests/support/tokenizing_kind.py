@@ -1,4 +1,4 @@
-"""A kind of stage whose tokens have a tokenizer of the kind's own."""
+"""A kind of stage with a separate tokenizer for its tokens."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from stages.stage import OneOrMore
 from tests.support.fake_stage import FakeStage
 
 TOKENIZING = "tokenizing"
-"""What YAML calls it, once this module is imported."""
+"""Its name in YAML once this module is imported."""
 
 
 @register_stage_kind
 class TokenizingConfig(StageConfig):
-    """As a user would write it.
+    """A config as a user would write it.
 
     Attributes:
         lexicon: the checkpoint with the tokenizer.

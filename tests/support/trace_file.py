@@ -1,4 +1,4 @@
-"""What a file in Chrome's trace event format has to keep to, so that viewers show all of it."""
+"""The rules of Chrome's trace event format that let viewers show all of a file."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ SCHEMA: dict[str, Any] = {
         ]
     },
 }
-"""Of a whole file; the format is described in "Trace Event Format", by Google."""
+"""Schema of a whole file; the format is described in "Trace Event Format", by Google."""
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Read a file that is complete, and check it."""
+    """Read a complete file, and check it."""
     events: list[dict[str, Any]] = json.loads(path.read_text("utf-8"))
     check_trace(events)
     return events
 
 
 def read_prefix(text: str) -> list[dict[str, Any]]:
-    """Read what a killed run has left, as viewers do: an array whose end is missing.
+    """Read the trace of a killed run as viewers do: an array whose end is missing.
 
     A kill may end a write within an event, at the end of a page of the file.
     """
@@ -67,7 +67,7 @@ def read_prefix(text: str) -> list[dict[str, Any]]:
 
 
 def check_trace(events: list[dict[str, Any]]) -> None:
-    """Check the form of every event, that what begins ends, and that tracks are in order."""
+    """Check the form of every event, that everything begun ends, and that tracks are in order."""
     jsonschema.validate(events, SCHEMA)
     named = {(each["name"], each["pid"], each["tid"]) for each in events if each["ph"] == "M"}
     until: dict[tuple[int, int], float] = defaultdict(float)
@@ -78,7 +78,7 @@ def check_trace(events: list[dict[str, Any]]) -> None:
             continue
         assert ("process_name", each["pid"], each["pid"]) in named, each
         assert ("thread_name", *track) in named, each
-        # Perfetto takes track 0 for the one with the process's number, and draws both on one.
+        # Perfetto takes track 0 for the one with the process's number, and draws both as one.
         assert each["tid"] > 0, "it shares a track with another one"
         match each["ph"]:
             case "b":
@@ -88,14 +88,14 @@ def check_trace(events: list[dict[str, Any]]) -> None:
                 assert begin["ts"] <= each["ts"]
                 assert (begin["pid"], begin["name"]) == (each["pid"], each["name"])
             case _:
-                # A thousandth of a microsecond is what the numbers are rounded to.
+                # Numbers are rounded to a thousandth of a microsecond.
                 assert each["ts"] >= until[track] - 0.001, "it reaches back on its track"
                 until[track] = each["ts"] + each.get("dur", 0.0)
     assert not begun, "what begins ends"
 
 
 def names_of(events: list[dict[str, Any]], process: str, request_id: str | None) -> list[str]:
-    """What happened on a request's track in a process, or on that of its steps, in order."""
+    """Return the events of a request's track in a process, or of its steps' track, in order."""
     (pid,) = {
         each["pid"]
         for each in events

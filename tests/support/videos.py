@@ -19,7 +19,7 @@ FORMATS["mpeg4"] = ("mp4", "mpeg4", "aac")
 def moving_picture(
     num_frames: int, size: tuple[int, int] = (64, 48), seed: int = 0
 ) -> NDArray[np.uint8]:
-    """``(num_frames, height, width, 3)``: soft colours that change from frame to frame."""
+    """Return ``(num_frames, height, width, 3)``: soft colours that change from frame to frame."""
     draw = np.random.default_rng(seed)
     width, height = size
     slopes = draw.uniform(-1, 1, (num_frames, 2, 3))
@@ -38,7 +38,7 @@ def video_file(
     *,
     sound_begins: float = 0.0,
 ) -> bytes:
-    """What is in a file of a kind in :data:`FORMATS`, with mono sound or without."""
+    """Return the bytes of a file of a kind in :data:`FORMATS`, with mono sound or without."""
     format, picture_codec, sound_codec = FORMATS[kind]
     buffer = BytesIO()
     with av.open(buffer, "w", format=format) as container:

@@ -1,4 +1,4 @@
-"""An event loop with a clock of its own: nothing really waits, and all times are exact."""
+"""An event loop with a virtual clock: nothing really waits, and all times are exact."""
 
 from __future__ import annotations
 

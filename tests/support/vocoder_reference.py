@@ -1,4 +1,4 @@
-"""What transformers' own vocoder makes of codec tokens."""
+"""Waveforms of transformers' own vocoder for codec tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class VocoderReference:
     def waveform(
         self, codes: Sequence[int], params: GenerationParams, speaker: str = "Chelsie"
     ) -> Tensor:
-        """``(num_samples,)`` from the noise of the global generator, seeded right before."""
+        """Return ``(num_samples,)`` from the noise of the global generator, seeded right before."""
         voice = self._speakers[speaker]
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(params.seed)
@@ -41,6 +41,6 @@ class VocoderReference:
 
 
 def random_codes(length: int, seed: int = 0) -> tuple[int, ...]:
-    """Codes of the seeded checkpoint's codec, which has 256."""
+    """Return codes of the seeded checkpoint's codec, which has 256."""
     generator = torch.Generator().manual_seed(1000 * seed + length)
     return tuple(torch.randint(0, 256, (length,), generator=generator).tolist())

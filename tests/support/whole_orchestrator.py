@@ -1,4 +1,4 @@
-"""An orchestrator for tests that look at whole outputs, as users get them."""
+"""An orchestrator for tests that check whole outputs, as users get them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from omni.runtime import orchestrator
 
 
 class WholeOrchestrator(orchestrator.Orchestrator):
-    """Gives outputs in the place of deltas."""
+    """Returns accumulated outputs instead of deltas."""
 
     _so_far: dict[str, OmniAccumulator] | None = None
 

@@ -1,4 +1,4 @@
-"""Pipelines whose workers run in threads and build stages of their own, to be killed and spoilt."""
+"""Pipelines whose workers run in threads and build their own stages, to be killed and broken."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Make = Callable[[], list[Any]]
 
 
 class Rig:
-    """A pipeline whose workers build stages of their own, each time they are started."""
+    """A pipeline whose workers build their own stages each time they are started."""
 
     def __init__(
         self,
@@ -63,11 +63,11 @@ class Rig:
         return stage, self.transforms.get(spec.name)
 
     def kill(self, name: str) -> None:
-        """End the worker of a stage."""
+        """Kill the worker of a stage."""
         self.workers.kill("all" if self.shared else name)
 
     def let_raise(self, name: str) -> None:
-        """Have the next step of a stage's present worker raise what nobody expects."""
+        """Make the next step of a stage's current worker raise an unexpected error."""
         stage = [each for each in self.built if each.name == name][-1]
 
         def step() -> Any:
@@ -77,7 +77,7 @@ class Rig:
         stage.step = step
 
     def spoil(self, name: str) -> None:
-        """Have it raise so, and let go of no request from then on: it can be used no more."""
+        """Make it raise likewise, and release no request from then on: it is unusable."""
         self.let_raise(name)
         stage = [each for each in self.built if each.name == name][-1]
 
@@ -103,7 +103,7 @@ def rig(make: Make, **options: Any) -> Iterator[Rig]:
 
 
 def assert_told_once(outputs: list[OmniOutput]) -> None:
-    """What the user was told piece by piece is what the request came to."""
+    """Check that the streamed deltas add up to the request's final output."""
     last = outputs[-1]
     for name, stage in last.stages.items():
         pieces = [each.stages[name] for each in outputs if name in each.stages]
@@ -122,6 +122,6 @@ def chain(**options: Any) -> Make:
 
 
 def holds(pipeline: Rig, name: str, run: int) -> bool:
-    """Whether the n-th worker of a stage has a request."""
+    """Return True if the n-th worker of a stage has a request."""
     built = [stage for stage in pipeline.built if stage.name == name]
     return len(built) == run and built[-1].has_unfinished_requests

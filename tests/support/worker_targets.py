@@ -20,14 +20,14 @@ from tests.support.notes import Note
 
 
 def echo(sock: socket.socket, argument: bytes) -> None:
-    """Send the argument and then whatever comes, until the end."""
+    """Send the argument and then everything received, until the end."""
     sock.sendall(argument)
     while content := sock.recv(4096):
         sock.sendall(content)
 
 
 def describe(sock: socket.socket, argument: bytes) -> None:
-    """Tell what the process is like, as JSON; end when told."""
+    """Send the properties of the process as JSON; end on request."""
     told = {
         "fds": {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:-1]},
         "threads": torch.get_num_threads(),
@@ -48,17 +48,17 @@ def describe(sock: socket.socket, argument: bytes) -> None:
 
 
 def exit_with(sock: socket.socket, argument: bytes) -> None:
-    """End with a status."""
+    """Exit with a status."""
     sys.exit(int(argument))
 
 
 def raise_an_error(sock: socket.socket, argument: bytes) -> None:
-    """End with an error."""
+    """Exit with an error."""
     raise KeyError(argument.decode())
 
 
 def hold_on(sock: socket.socket, argument: bytes) -> None:
-    """Never end, whatever it is told short of being killed."""
+    """Ignore everything short of being killed."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sock.sendall(b"held")
     while True:
@@ -66,7 +66,7 @@ def hold_on(sock: socket.socket, argument: bytes) -> None:
 
 
 def send_back(sock: socket.socket, argument: bytes) -> None:
-    """Answer outputs with their rows and one more, and "hold" with rows of sevens."""
+    """Return outputs with their rows and one more; answer "hold" with rows of sevens."""
     ended = threading.Event()
     channel = Channel(sock, Note, "parent")
 

@@ -1,4 +1,4 @@
-"""The shipped checkpoint: its folder, what it answers, and whether a stranger understands it."""
+"""The shipped checkpoint: its folder, its answers, and that a stranger understands its speech."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_it_takes_no_pictures_since_it_has_not_learnt_to_see(engine: LLMEngine) 
 
 
 def num_right(engine: LLMEngine, asked: list[tuple[tuple[str, ...], str]]) -> int:
-    """Of conversations, a user's and an assistant's words by turns, and the right replies."""
+    """Count the right replies; conversations alternate a user's and an assistant's words."""
     prompts = [
         ChatPrompt(
             tuple(
@@ -90,7 +90,7 @@ def test_of_sums_of_small_numbers_98_in_100_are_answered_right(engine: LLMEngine
 
 
 def test_figures_that_are_no_sum_are_told(engine: LLMEngine) -> None:
-    """19 of 20 when it was shipped: numbers over 99, three of them, points, other signs."""
+    """19 of 20 when it was shipped: numbers over 99, three numbers, points, other signs."""
     asked = [((text,), NOT_A_SUM) for text in HELD_OUT_FIGURES]
     assert num_right(engine, asked) >= 0.85 * len(asked)
 

@@ -55,7 +55,7 @@ from training.spoken_sums.workers import Workers
 
 
 def questions(count: int) -> list[Question]:
-    """Texts that are asked in training, with noise for sound, a second of each."""
+    """Return texts used in training, with noise as sound, a second of each."""
     generator = torch.Generator().manual_seed(0)
     return [
         Question(words, torch.randn(80, 100, generator=generator))
@@ -193,7 +193,7 @@ def test_parts_of_a_lane_follow_each_other(tmp_path: Path) -> None:
 def test_a_part_that_fails_ends_what_runs_beside_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # What rests reads a pipe that nobody closes: only being ended ends it.
+    # The idle process reads a pipe that nobody closes: only killing it ends it.
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as open_pipe:
         begin = subprocess.Popen
 
@@ -234,7 +234,7 @@ def test_spectrograms_are_as_the_vocoder_reads_them():
     assert prod(BIGVGAN["upsample_rates"]) == HOP
     assert (BIGVGAN["mel_dim"], DIT["mel_dim"]) == (NUM_BANDS, NUM_BANDS)
     assert DIT["repeats"] == FRAMES_PER_CODE
-    # BigVGAN clips decibels: what it clips must not be told apart by what it learns from.
+    # BigVGAN clips decibels: values it clips must not differ in its training input.
     network = make_bigvgan(torch.Generator().manual_seed(0))
     ends = network.process_mel_spectrogram(torch.tensor([MEL_MIN, MEL_MAX]))
     assert ends[0] > -1 and ends[1] == pytest.approx(1, abs=0.01)

@@ -1,4 +1,4 @@
-"""What is found wrong with a pipeline's models before any of them is loaded."""
+"""Errors of a pipeline's models that are found before any of them is loaded."""
 
 from __future__ import annotations
 
@@ -250,5 +250,5 @@ def test_the_table_names_what_models_take_and_emit(
     row = family_row(config, part)
     assert row is not None
     assert row.outputs == tuple(sorted(emitted))
-    # Seeded checkpoints have files for all that their models take.
+    # Seeded checkpoints have files for all modalities of their models.
     assert set(row.modalities) == set(taken)

@@ -1,4 +1,4 @@
-"""A graph of stages that cannot work is refused when it is made."""
+"""A graph of stages that cannot work is refused on construction."""
 
 from __future__ import annotations
 

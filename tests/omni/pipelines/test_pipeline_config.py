@@ -1,4 +1,4 @@
-"""The YAML schema: what is shipped loads, and whatever is wrong is named with its place."""
+"""The YAML schema: shipped files load, and every mistake is reported with its location."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_any_acyclic_graph_is_allowed(tmp_path: Path) -> None:
     assert list(order) == ["first", "second", "left", "right", "last"]
 
 
-# What is set, where the mistake is said to be, and how it is said to be mended.
+# The setting, the location of the mistake, and the suggested fix.
 MISTAKES = rows("""
 descripton=x | descripton: unknown key | 'description'
 stages.writer.final_outputs=text | stages.writer.final_outputs: unknown key | 'final_output'

@@ -1,4 +1,4 @@
-"""Where stages run: what a file may say of it, what it means, and what each mistake is answered."""
+"""Stage placement: what a file may contain, its meaning, and the answer to each mistake."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ON_RAY = {"runtime.kind": "ray"}
 
 
 def speech(**overrides: Any) -> PipelineConfig:
-    """The three stages of ``omni_speech``; ``thinker_threads`` is a key of a placement."""
+    """Return the three stages of ``omni_speech``; ``thinker_threads`` is a key of a placement."""
     places = {}
     for key, value in overrides.items():
         stage, _, rest = key.partition("_")
@@ -94,7 +94,7 @@ def test_a_kind_replaces_no_more_than_the_kind() -> None:
         RuntimeConfig.parse(3)  # type: ignore[arg-type]
 
 
-# What is set of the talker's placement, or of the runtime; and what is said of it.
+# Settings of the talker's placement, or of the runtime, and their errors.
 MISTAKES = rows("""
 runtime.kind=threads | runtime.kind: unknown runtime 'threads'; known are 'inline', 'processes', 'ra
 runtime=processes | runtime: is a mapping: write runtime: {kind: processes}
@@ -153,7 +153,7 @@ PLACED: dict[str, Any] = {
 
 
 def placed_file(folder: Path, **changes: Any) -> Path:
-    """A pipeline's file that asks for what only a Ray cluster has, or says something else."""
+    """Write a pipeline's file that requests what only a Ray cluster has, or with changes."""
     file = folder / "placed.yaml"
     file.write_text(json.dumps(PLACED | changes))
     return file
@@ -243,7 +243,7 @@ def test_the_only_device_of_a_stage_stays_its_own_everywhere(
 def test_a_device_that_has_another_name_there_is_refused(
     load: Callable[..., PipelineConfig],
 ) -> None:
-    """Left out it would run on another kind of device than it asks for."""
+    """Left out, it would run on another kind of device than it requests."""
     writer = PLACED["stages"]["writer"] | {"placement": {"device": "cuda:1"}}
     changes = {"runtime": {"kind": "processes"}, "stages": {"writer": writer}}
     with pytest.raises(ValueError, match=r"placement\.device: 'cuda:1': on a Ray cluster a worker"):
@@ -312,7 +312,7 @@ def test_cores_are_shared_out_among_all_workers(
 
 
 def test_a_run_may_go_on_elsewhere() -> None:
-    """Where stages run changes nothing that comes out; the kind of device does, in the last bit."""
+    """The location of stages changes no output; the kind of device does, in the last bit."""
 
     def record(config: PipelineConfig) -> RunRecord:
         return RunRecord.of(config, "digest", 1)

@@ -1,4 +1,4 @@
-"""Kinds of stages that are not ours work in YAML as ours do."""
+"""Kinds of stages defined by users work in YAML like ours."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ stages:
     inputs: {from: first, transform: text_as_prompt}
     final_output: text
 """
-# What a process that finds a mistake never builds, it need not import: torch takes seconds.
+# A process that finds a mistake need not import what it never builds: torch takes seconds.
 PACKAGE = """\
 from typing import Literal
 
@@ -65,7 +65,7 @@ class OtherStageConfig(MurmurStageConfig):
 
 
 class ShoutStageConfig(StageConfig):
-    """As a user would write it: keys of its own, and a second model."""
+    """A config as a user would write it: custom keys, and a second model."""
 
     takes_chunks: ClassVar[bool] = True
 
@@ -154,7 +154,7 @@ def as_prompt(context):
 
 
 def in_file(folder: Path, kind: str, module: str = "own") -> Path:
-    """A pipeline whose kind and transform are in one file beside it."""
+    """Write a pipeline whose kind and transform are in one file next to it."""
     (folder / f"{module}.py").write_text(IN_FILE)
     path = folder / "mine.yaml"
     path.write_text(

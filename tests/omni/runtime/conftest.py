@@ -1,4 +1,4 @@
-"""Where the stages of a test's pipeline run."""
+"""The runtimes of the stages of a test's pipeline."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tests.support.ray_relay import RelayedWorkers
 from tests.support.remote_stages import one_stage, remote_stage
 
 _INLINE_BYTES = 16
-"""What has more is an object of the cluster's, however small the tensors of tests are."""
+"""Larger data becomes an object of the cluster, however small the tensors of tests are."""
 
 
 @pytest.fixture
 def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Anywhere]:
-    """Let the stages of every orchestrator run inline, or in workers of their own.
+    """Run the stages of every orchestrator inline, or in separate workers.
 
     Tests that use it are marked by :func:`tests.support.placed.everywhere`.
 
-    With ``processes`` all that workers are told and tell goes over sockets and shared memory, as
-    between processes; they are threads, which drive the very stages that the test has made. With
-    ``ray`` it goes through an actor and the object store of a cluster, however small it is.
+    With ``processes`` all messages of workers go over sockets and shared memory, as between
+    processes; they are threads, which drive the very stages that the test has built. With ``ray``
+    they go through an actor and the object store of a cluster, however small they are.
     """
     where: str = request.param
     if where == "inline":
@@ -64,7 +64,7 @@ def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 class _Unclosed:
-    """A stage that its test goes on with after its worker has ended."""
+    """A stage that its test continues to use after its worker has ended."""
 
     @staticmethod
     def of(stage: Stage) -> Stage:

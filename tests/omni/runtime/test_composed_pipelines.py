@@ -1,4 +1,4 @@
-"""Pipelines composed of stages in Python run in processes as well, or say why they cannot."""
+"""Pipelines composed of stages in Python also run in processes, or report why they cannot."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def shouted(context: TransformContext) -> Prompt:
 
 @register_stage_kind
 class EchoConfig(StageConfig):
-    """A kind of a user's own, which takes a while to say what it was told."""
+    """A user-defined kind, which echoes its prompt slowly."""
 
     kind: Literal["echo_in_tests"]
     steps: int = Field(default=2, description="until it has said all")
@@ -67,7 +67,7 @@ def composed() -> Pipeline:
         steps=3,
         inputs=StageInputs(("writer",), "text_as_prompt"),
         final_output=("text",),
-        placement=Placement(num_cpus=0.5),  # for a cluster; elsewhere it is left out
+        placement=Placement(num_cpus=0.5),  # for a cluster; ignored elsewhere
     )
     return Pipeline([writer, embedder, echo.build_stage("echo")])
 
@@ -127,7 +127,7 @@ def test_what_stages_ask_for_that_one_process_does_not_have_is_told_once(
 
 
 class Loud(AutoregressiveStage):
-    """Says of itself no more than the class below it."""
+    """Declares no more than its base class."""
 
 
 def of_an_engine(name: str) -> Stage:

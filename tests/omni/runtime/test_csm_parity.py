@@ -67,7 +67,7 @@ class Reference:
         return inputs
 
     def frames(self, name: str) -> Tensor:
-        """``(n, num_codebooks)``, with the one that ends them."""
+        """Return ``(n, num_codebooks)``, including the frame that ends them."""
         frames: Tensor = self.model.generate(
             **self.inputs(name),
             max_new_tokens=NUM_FRAMES,

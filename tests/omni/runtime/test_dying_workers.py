@@ -1,4 +1,4 @@
-"""Whatever worker dies, and whenever: every request ends, as if nothing had happened."""
+"""Whichever worker dies, and whenever: every request ends as if nothing had happened."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_an_abort_while_the_worker_is_down_ends_the_request() -> None:
 
 
 def test_what_was_for_a_worker_that_has_died_does_not_reach_the_next_one_twice() -> None:
-    """It is up before anybody has heard that the first one is not."""
+    """It is up before anybody notices that the first one is not."""
     runs: list[str] = []
 
     def make() -> list[Any]:
@@ -280,7 +280,7 @@ def test_a_worker_gives_signs_of_life_while_it_builds(monkeypatch: pytest.Monkey
 
 
 def test_a_worker_that_says_nothing_counts_as_dead() -> None:
-    """Its loop is held up in a step; nobody reads a clock but the link."""
+    """Its loop is blocked in a step; only the link reads a clock."""
     with rig(chain(), max_retries=1, stall_timeout_s=0.5) as pipeline:
         (first,) = (stage for stage in pipeline.built if stage.name == "b")
         gate = threading.Event()
@@ -299,7 +299,7 @@ def test_a_worker_that_says_nothing_counts_as_dead() -> None:
 
 
 class _Silent(Connection):
-    """One that hangs before its first word."""
+    """A worker that hangs before its first message."""
 
     start_timeout_s = 0.0
 

@@ -1,7 +1,7 @@
-"""In a fork nothing hangs: what the parent built refuses to work there, and lets the child end.
+"""In a fork nothing hangs: what the parent built refuses to work there, and lets the child exit.
 
-Forks are made by a process of their own. Should a child hang all the same, it says where and ends,
-lest whoever waits for its output waits for ever.
+Forks are made by a separate process. Should a child hang all the same, it reports where and exits,
+so that nobody waits for its output forever.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import pytest
 from tests.support.import_graph import ROOT
 from tests.support.patience import PATIENCE_S
 
-# What the child of a fork begins with.
+# The beginning of each fork's child.
 GUARD = f"import faulthandler; faulthandler.dump_traceback_later({PATIENCE_S / 4}, exit=True)"
-# The engine has run, so that the pools of threads that a fork loses are there; and when it forks,
-# threads that the child does not have hold every lock that any thread may hold then.
+# The engine has run, so that the thread pools that a fork loses exist; and when it forks, threads
+# that the child does not have hold every lock that any thread may hold then.
 SCRIPT = """
 import os, sys, threading, warnings
 from engine import EngineConfig, LLMEngine, SamplingParams, TokensPrompt

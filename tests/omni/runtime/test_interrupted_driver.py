@@ -1,4 +1,4 @@
-"""An exception at any line of the driver's turns fails live requests, and the next ones work.
+"""An exception at any line of the driver's loop fails live requests, and later ones work.
 
 ``torture/interrupted_driver.py`` tries every line.
 """
@@ -26,7 +26,7 @@ def test_a_driver_interrupted_at_a_line_answers_nothing_wrongly() -> None:
     for place in draw.sample(places, FAULTS):
         outcome = pipeline.run(place)
         assert outcome.kind in SOUND, (place, outcome)
-        if outcome.place is not None:  # threads beside it may have taken another way
+        if outcome.place is not None:  # other threads may have changed its path
             kinds.append(outcome.kind)
     assert "failed alone" in kinds
     assert len(kinds) > FAULTS // 2

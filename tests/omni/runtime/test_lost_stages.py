@@ -38,7 +38,7 @@ IS_DOWN = "it cannot be used any more: its worker was killed by SIGKILL"
 def test_a_request_that_would_come_to_a_stage_without_a_worker_does_not_begin(
     workers: Sequence[WorkerState], why: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the last stage, whose lives are made up."""
+    """The last stage's restarts are simulated."""
     assert why_lost(workers) == why
     with rig(chain(), max_retries=0) as pipeline:
         first, last = pipeline.stages
@@ -60,7 +60,7 @@ def test_a_request_that_would_come_to_a_stage_without_a_worker_does_not_begin(
 def test_a_worker_that_is_back_gets_the_first_request_that_comes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No turn is taken, in which its news would be heard, between its return and the request."""
+    """No driver turn, which would process its news, runs between its return and the request."""
     monkeypatch.setattr(supervisor, "MAX_STARTS", 2)
     monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.0)
     with rig(chain(), max_retries=0) as pipeline:

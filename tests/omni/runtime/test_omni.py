@@ -1,4 +1,4 @@
-"""Any number of callers share one pipeline, and whoever leaves takes its requests along."""
+"""Any number of callers share one pipeline; a caller that leaves aborts its requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ inline_only = pytest.mark.parametrize("make", ["inline"], indirect=True)
 
 @pytest.fixture(params=["inline", "apart"])
 def make(request: pytest.FixtureRequest) -> Make:
-    """Makes an ``Omni`` of stages, which run in its own process or apart."""
+    """A factory of an ``Omni`` of stages, which run in its own process or in workers."""
     return omni_apart if request.param == "apart" else lambda *stages: Omni(Pipeline(stages))
 
 
@@ -76,7 +76,7 @@ def test_generate_takes_one_prompt_or_none(omni: Omni) -> None:
 
 @pytest.mark.parametrize("requests", [None, 3, {"prompt": "x"}, b"x"])
 def test_what_is_no_request_is_refused_and_nothing_runs(omni: Omni, requests: Any) -> None:
-    """A mapping above all: a prompt of each of its keys is nobody's wish."""
+    """A mapping above all: its keys must not be run as prompts."""
     kind = type(requests).__name__
     with pytest.raises(ValueError, match=f"requests must be a prompt .* got {kind}"):
         omni.generate(requests)
@@ -105,7 +105,7 @@ def test_the_second_of_two_requests_of_one_id_fails_alone(
     submit = Driver.submit
 
     def slowly(self: Driver, *args: Any) -> Ticket:
-        time.sleep(0.05)  # in which the first would be done, if it began before the others
+        time.sleep(0.05)  # the first would finish now if it began before the others
         return submit(self, *args)
 
     monkeypatch.setattr(Driver, "submit", slowly)
@@ -245,7 +245,7 @@ def test_a_coroutine_that_is_cancelled_or_fails_at_its_progress_aborts_its_reque
             await omni.agenerate(["y", "z"], on_progress=give_up)
         assert not task.done()
         other = asyncio.create_task(omni.agenerate(OmniRequest("v", "mine")))
-        await asyncio.sleep(0)  # in which it is handed in
+        await asyncio.sleep(0)  # in which it is submitted
         omni.abort("mine")
         outputs = await other
         task.cancel()
@@ -269,7 +269,7 @@ def test_close_fails_what_is_running_and_closes_the_stages(make: Make) -> None:
         (output,) = waiting.result(PATIENCE_S)
     assert "closed before it finished" in str(output.error)
     assert stage.closed
-    if omni.pipeline.stages["b"] is stage:  # a worker ends with what it holds
+    if omni.pipeline.stages["b"] is stage:  # a worker ends with all it holds
         stage.check_integrity()
     omni.close()
     with pytest.raises(RuntimeError, match="closed"):
@@ -335,7 +335,7 @@ def test_a_stage_that_cannot_read_a_requests_sampling_fails_that_request_alone(
 
 
 def test_a_request_whose_outputs_nobody_takes_is_aborted(make: Make) -> None:
-    """Such as those of an event loop that was closed under its coroutines."""
+    """For example those of an event loop that was closed under its coroutines."""
     with make(FakeStage("b", steps=ENDLESS)) as omni:
 
         def refuse(output: OmniOutput | BaseException) -> None:
@@ -351,7 +351,7 @@ def test_a_request_whose_outputs_nobody_takes_is_aborted(make: Make) -> None:
 def test_outputs_that_nobody_takes_are_logged_unless_their_taker_left_before(
     make: Make, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A coroutine leaves its stream, then its loop closes, while an output is on its way."""
+    """A coroutine leaves its stream, then its loop closes, while an output is in transit."""
     with make(FakeStage("b", steps=ENDLESS)) as omni:
         first, left = threading.Event(), threading.Event()
 

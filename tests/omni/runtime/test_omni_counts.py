@@ -1,4 +1,4 @@
-"""What a voice pipeline does not do twice, counted."""
+"""Counts of the work that a voice pipeline must not repeat."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TOWERS: dict[str, Any] = {
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each of the encoders ran."""
+    """The number of runs of each of the encoders."""
     counted: Counter[str] = Counter()
 
     def counting(name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -46,7 +46,7 @@ def omni(seeded: Callable[[str], str], request: pytest.FixtureRequest) -> Iterat
 
 
 def ask(omni: Omni, conversation: Conversation) -> tuple[OmniOutput, dict[str, StageStats]]:
-    """One request alone, and what it added to the counters."""
+    """Run one request alone; return its output and what it added to the counters."""
     before = omni.stats()
     (output,) = omni.generate(conversation.request("r"))
     assert output.error is None
@@ -56,7 +56,7 @@ def ask(omni: Omni, conversation: Conversation) -> tuple[OmniOutput, dict[str, S
 def test_a_repeated_picture_and_sound_run_no_tower(omni: Omni, runs: Counter[str]):
     ask(omni, Conversation((Turn(0, picture=0, sound=0),)))
     assert (runs["vision"], runs["audio"]) == (1, 1)
-    # The same again, at another place, in another conversation, before another question.
+    # The same again, at another position, in another conversation, before another question.
     ask(omni, Conversation((Turn(0, picture=0, sound=0),)))
     ask(omni, Conversation((Turn(1, picture=0, item_first=False),), system=1))
     ask(omni, Conversation((Turn(1), Turn(2, sound=0)), system=1))
@@ -82,7 +82,7 @@ def test_a_repeated_prefix_prefills_only_what_is_new(omni: Omni):
     before, cold = ask(omni, Conversation((first,)))
     after, warm = ask(omni, Conversation((first, second)))
     assert cold["thinker"].cached_tokens == cold["talker"].cached_tokens == 0
-    # What the first turn's prompt and the second's share: all but the mark of whose turn it is.
+    # The shared prefix of the first turn's prompt and the second's: all but the role marker.
     shared = before.stages["thinker"].num_prompt_tokens // BLOCK_SIZE * BLOCK_SIZE
     for stage in ("thinker", "talker"):
         total = after.stages[stage].num_prompt_tokens

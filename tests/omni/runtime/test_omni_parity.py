@@ -1,4 +1,4 @@
-"""Thinker, talker and vocoder in a row give what transformers gives."""
+"""Thinker, talker and vocoder in a row produce transformers' outputs."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def test_a_voice_changes_the_speech_and_not_the_text(folder: str, reference: Omn
 def test_a_padded_batch_of_transformers_as_it_is_agrees(folder: str):
     """Its talker adds the codec's pad and bos where there is a mask, as in its training.
 
-    ``OmniReference`` gives the mask back that ``generate`` drops when nothing is padded; here
-    something is, and nobody interferes.
+    ``OmniReference`` restores the mask that ``generate`` drops when nothing is padded; here
+    something is, and nothing is patched.
     """
     asked = [
         Conversation((Turn(0),)),

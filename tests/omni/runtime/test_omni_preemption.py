@@ -1,6 +1,6 @@
-"""Requests that thinker and talker preempt, while the one still writes for the other, lose nothing.
+"""Requests preempted by thinker and talker, while the one still feeds the other, lose nothing.
 
-The pools hold one long request and a bit: when several run, some must give their blocks back.
+The pools hold one long request and a bit: when several run, some must release their blocks.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ USUAL: dict[str, Any] = {"num_steps": 2, "block_size": BLOCK_SIZE, "max_model_le
 
 @pytest.fixture(scope="module")
 def placeholders(seeded: Callable[[str], str]) -> dict[str, int]:
-    """The tokens that pictures and sounds stand for."""
+    """The token ids of placeholders for pictures and sounds."""
     vocabulary = AutoTokenizer.from_pretrained(seeded("qwen2_5_omni")).get_vocab()
     return {"image": vocabulary["<|IMAGE|>"], "audio": vocabulary["<|AUDIO|>"]}
 
@@ -106,7 +106,7 @@ def answer(
     orchestrator = WholeOrchestrator(uncached)
 
     answer = cache(lambda ask: only_output(orchestrator, ask.request("alone", placeholders)))
-    # By itself and without a cache, it says the same whoever goes first and shares with whom.
+    # Without a cache its answer does not depend on the order and on other requests.
     return lambda ask: answer(replace(ask, priority=0, salt=None))
 
 
@@ -122,7 +122,7 @@ def rig(
     answer: Callable[[Ask], OmniOutput],
 ) -> Iterator[Rig]:
     where, preemption = request.param
-    # The codes come whole, so that the vocoder's windows are no excuse for other sound.
+    # The codes come whole, so that the vocoder's windows cannot explain other sound.
     pipeline = build_pipeline(
         seeded("qwen2_5_omni"),
         streaming=True,
@@ -187,7 +187,7 @@ def test_preempted_while_streaming_equals_the_uncached_whole(rig: Rig):
 
 
 def test_what_the_small_pools_preempt_does_stream(rig: Rig, monkeypatch: pytest.MonkeyPatch):
-    """The property above would hold for pools in which nobody ever gave way."""
+    """The property above would also hold for pools without any preemption."""
     parted: Counter[str] = Counter()
     copied: list[PageCopy] = []
     preempt = RequestQueues.preempt
@@ -208,7 +208,7 @@ def test_what_the_small_pools_preempt_does_stream(rig: Rig, monkeypatch: pytest.
         if isinstance(stage, AutoregressiveStage)
     }
     before = {name: stages[name].stats().num_preemptions for name in ("thinker", "talker")}
-    if engines:  # of workers elsewhere it is known that they preempt, not when
+    if engines:  # remote workers' stats show that they preempt, not when
         monkeypatch.setattr(RequestQueues, "preempt", noting)
     crowd = [Ask(n % 2, n, n % 3, n % 2, MAX_TEXT, MAX_CODES, salt=str(n)) for n in range(1, 5)]
     with Omni(rig.pipeline) as omni:

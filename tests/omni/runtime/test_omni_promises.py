@@ -1,4 +1,4 @@
-"""A voice pipeline with its caches on says what it says with them off, whatever else happens."""
+"""A voice pipeline with its caches on has the same output as with them off, whatever happens."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def rig(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Iterato
     way: Way = request.param
     folder, is_swapped = seeded(way.model), way.block_size == 16
     uncached = WholeOrchestrator(way.build(folder, caching=False, max_num_seqs=2))
-    # The longest conversation takes about 160 tokens: pools in which few fit at once.
+    # The longest conversation takes about 160 tokens: few fit into the pools at once.
     pipeline = way.build(
         folder,
         num_blocks=384 // way.block_size,
@@ -77,7 +77,7 @@ def rig(request: pytest.FixtureRequest, seeded: Callable[[str], str]) -> Iterato
         max_num_seqs=4,
         max_num_batched_tokens=max(BUDGETS),
         preemption="swap" if is_swapped else "recompute",
-        # Three items of about 2,000 bytes; of Qwen3-Omni a row is three times as wide.
+        # Three items of about 2,000 bytes; a row of Qwen3-Omni is three times as wide.
         encoder_cache_bytes=None if is_swapped else 6_000 if way.block_size == 8 else 18_000,
     )
     pipeline = place(pipeline, way.where)
@@ -126,7 +126,7 @@ def test_nine_identical_requests_in_a_row_give_identical_waveforms(rig: Rig):
 
 
 def test_the_small_pools_do_hit_and_evict(rig: Rig):
-    """The property above would hold for a pipeline that never hit."""
+    """The property above would also hold for a pipeline that never hit."""
     with Omni(rig.pipeline) as omni:
         before = omni.stats()
         for system in (0, 1, 0):

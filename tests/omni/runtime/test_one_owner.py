@@ -1,4 +1,4 @@
-"""A stage has one pipeline, a pipeline one Omni, and each says so to whoever comes second."""
+"""A stage has one pipeline, a pipeline one Omni, and each refuses a second owner."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_two_pipelines_run_at_once() -> None:
 
 def test_a_pipeline_is_lent_to_one_thread_at_a_time() -> None:
     with Omni(Pipeline([FakeStage("a")])) as omni, ThreadPoolExecutor(1) as pool:
-        with omni.paused(), omni.paused():  # what has it may ask again, as verify does
+        with omni.paused(), omni.paused():  # the owner may pause again, as verify does
             second = pool.submit(lambda: omni.paused().__enter__())
             with pytest.raises(RuntimeError, match="lent to another thread, which drives its"):
                 second.result(PATIENCE_S)

@@ -1,4 +1,4 @@
-"""Requests cross any graph of stages; what goes wrong with one ends it alone and leaves nothing."""
+"""Requests cross any graph of stages; an error of one ends it alone and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def texts(output: OmniOutput) -> dict[str, str | None]:
 
 @everywhere
 def test_a_request_passes_those_that_stay_behind() -> None:
-    """Nobody waits for the others of its batch, in the first stage or in the last one."""
+    """None waits for the others of its batch, in the first stage or in the last one."""
     a, b = FakeStage("a", endless=["in a"]), FakeStage("b", ("a",), endless=["in b"])
     orchestrator = WholeOrchestrator(Pipeline([a, b]))
     for request_id in ("in a", "in b"):
@@ -62,7 +62,7 @@ def test_a_request_passes_those_that_stay_behind() -> None:
 
 
 def test_a_request_enters_a_stage_as_soon_as_its_sources_are_done() -> None:
-    """Turn by turn, as one thread takes them; stages elsewhere have no turns in common."""
+    """Turn by turn, in one thread; stages elsewhere have no common turns."""
     a, b = FakeStage("a", steps=1), FakeStage("b", ("a",), steps=3)
     orchestrator = WholeOrchestrator(Pipeline([a, b]))
     orchestrator.add_request(OmniRequest("x", "first"))
@@ -282,27 +282,27 @@ def test_a_request_can_be_aborted_at_any_time(turns: int) -> None:
 
 
 class KeptTensors:
-    """The rows of a stage's output, which it does not hold itself."""
+    """The rows of a stage's output, which the object itself does not hold."""
 
     def __init__(self, stage: str) -> None:
         self._stage = stage
         self._seen: list[weakref.ref[torch.Tensor]] = []
 
     def see(self, output: StageOutput) -> None:
-        """To be called with every output."""
+        """Record an output's rows; call it with every output."""
         if output.stage == self._stage:
             self._seen.append(weakref.ref(output.tensors["hidden_states"]))
 
     @property
     def count(self) -> int:
-        """How many anybody holds."""
+        """Return how many are still alive."""
         assert self._seen
         gc.collect()
         return sum(rows() is not None for rows in self._seen)
 
 
 def test_tensors_are_dropped_as_soon_as_the_next_stage_has_its_prompt() -> None:
-    """Of a stage elsewhere they are kept until it is done: should it die, it begins again."""
+    """A remote stage's inputs are kept until it is done: should it die, it begins again."""
     a, b = FakeStage("a", steps=1), FakeStage("b", ("a",), steps=9)
     kept = KeptTensors("a")
     orchestrator = WholeOrchestrator(Pipeline([a, b]), on_stage_output=kept.see)

@@ -1,6 +1,6 @@
-"""Pocket TTS's latents and sound are those of transformers, in a voice and without, cold and warm.
+"""Pocket TTS's latents and sound are those of transformers, with and without voice, cold and warm.
 
-The noise is 0 here, as transformers has it where nothing is drawn.
+The noise is 0 here, as in transformers when nothing is sampled.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tests.support.frame_parity import (
 
 NUM_FRAMES = 40
 LONG = "The harbour wakes before the town does, and fishing boats come in with the tide."
-# A voice's seconds, and what is said: in few words there are more frames behind the end.
+# A voice's seconds, and the text: with few words there are more frames after the end.
 TALKS: Mapping[str, tuple[float | None, str]] = {
     "few words": (None, "Say this."),
     "text": (None, LONG),
@@ -69,7 +69,7 @@ class Reference:
         return inputs
 
     def latents(self, name: str, num_frames: int = NUM_FRAMES, **settings: Any) -> Tensor:
-        """``(n, latent_dim)``, all that is to be sounded."""
+        """Return ``(n, latent_dim)``, all latents that are decoded to sound."""
         latents: Tensor = self.model.generate(
             **self.inputs(name), max_new_tokens=num_frames, do_sample=False, **settings
         )[0]
@@ -241,7 +241,7 @@ def test_a_seed_decides_the_noise_and_a_temperature_its_variance(omni: Omni) -> 
 
 
 def test_rows_in_bfloat16_sound_as_well(omni: Omni) -> None:
-    """Latents are rounded on their way to the codec then, and what they were drawn from."""
+    """Latents, and what they are sampled from, are rounded on their way to the codec then."""
     (exact,) = omni.generate([request("few words")])
     with Omni("pocket_tts_seeded", overrides={"stages.backbone.engine.dtype": "bfloat16"}) as short:
         (rounded,) = short.generate([request("few words")])

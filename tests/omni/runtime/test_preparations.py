@@ -1,4 +1,4 @@
-"""One request's preparation holds nobody up, and nothing depends on how long it takes."""
+"""One request's preparation delays no other, and no output depends on its duration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 
 
 class Gate:
-    """Holds up whoever comes with a certain word until it is opened."""
+    """Holds up prompts with a certain word until it is opened."""
 
     def __init__(self, word: str = "slow") -> None:
         self._word = word
@@ -76,7 +76,7 @@ def token_ids(output: OmniOutput) -> tuple[int, ...]:
 
 
 def ended(outputs: Iterator[OmniOutput]) -> OmniOutput:
-    """The next last output."""
+    """Return the next last output."""
     return next(output for output in outputs if output.finished)
 
 
@@ -106,7 +106,7 @@ def test_one_that_runs_goes_on_while_another_is_tokenized(omni: Omni, gate: Gate
 def test_an_abort_reaches_a_request_that_is_being_prepared(
     omni: Omni, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Whatever a turn would wait for, a command of another caller would wait as well.
+    # A driver that waited here would also delay commands of other callers.
     monkeypatch.setattr(orchestrator, "_WAIT_TIMEOUT_S", 3 * PATIENCE_S)
     with ThreadPoolExecutor(1) as other:
         slow = other.submit(omni.generate, OmniRequest("slow", "s"))
@@ -114,7 +114,7 @@ def test_an_abort_reaches_a_request_that_is_being_prepared(
         omni.abort("s")
         (output,) = slow.result(PATIENCE_S)
         assert output.error == "aborted"
-        # Its id is free again, and what was prepared under it is not let in.
+        # Its id is free again, and its old preparation is dropped.
         (again,) = omni.generate(OmniRequest("fast", "s"))
         gate.open()
         assert token_ids(again) == token_ids(omni.generate("fast")[0])
@@ -180,7 +180,7 @@ def test_nobody_is_paused_for_while_a_request_is_prepared(omni: Omni, gate: Gate
 
 
 class InTurn(AutoregressiveStage):
-    """Prepares requests one after another, in an order of its own."""
+    """Prepares requests one after another, in its own order."""
 
     turns: Sequence[str]
 
@@ -224,7 +224,7 @@ def test_the_queue_goes_by_the_order_of_requests(seeded: Callable[[str], str]) -
 
 
 class SlowStage(FakeStage):
-    """Prepares a prompt beside its steps, and is held up by a gate."""
+    """Prepares a prompt in parallel to its steps, and is held up by a gate."""
 
     gate: Gate
 
@@ -289,7 +289,7 @@ def submit(
 
 
 def taken(preparations: Preparations[str, Any], *, is_idle: bool = False) -> list[str]:
-    """The owners of the next that are ready."""
+    """Return the owners of the next ready ones."""
     wait_for(lambda: preparations.has_ready(is_idle=is_idle))
     return [owner for owner, _ in preparations.take()]
 

@@ -1,4 +1,4 @@
-"""The same pipelines in processes of their own: the same outputs, whatever dies, nothing left."""
+"""The same pipelines in separate processes: the same outputs, whatever dies, nothing left."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPOKEN = ["hello there", "what is it"]
 
 @contextmanager
 def in_processes(config: Any, **options: Any) -> Iterator[Omni]:
-    """An Omni whose workers are gone when it is closed."""
+    """Start an Omni whose workers are gone when it is closed."""
     with Omni(config, runtime="processes", **options) as omni:
         pids = [pid for name in omni.pipeline.stages for pid in pids_of(omni, name)]
         assert len(set(pids)) == len(pids)
@@ -79,7 +79,7 @@ def shared_speaker() -> Iterator[Omni]:
 
 @pytest.fixture
 def speaker(shared_speaker: Omni) -> Omni:
-    """A pipeline that speaks, whose workers are up and remember nothing."""
+    """A pipeline that speaks, whose workers are up and have empty caches."""
     with shared_speaker.paused() as pipeline:
         for stage in pipeline.stages.values():
             stage.reset_prefix_cache()
@@ -90,7 +90,7 @@ def test_text_is_that_of_one_process_and_prefixes_hit(
     texts: list[OmniOutput], drawn: list[OmniOutput]
 ) -> None:
     with in_processes("two_step", overrides={"stages.writer.engine.seed": 7}) as omni:
-        # First, and without seeds of their own: the engine's gives them theirs one by one.
+        # First, and without explicit seeds: the engine assigns them one by one.
         assert_same(omni.generate(DRAWN), drawn)
         assert_same(omni.generate(PROMPTS), texts)
         assert_same(omni.generate(PROMPTS), texts)
@@ -209,7 +209,7 @@ def test_stages_that_share_a_worker_answer_as_those_of_one_process_whatever_dies
 def test_speech_from_a_shared_worker_that_is_killed_is_that_of_one_process(
     speeches: list[OmniOutput],
 ) -> None:
-    """The talker streams to code2wav within the worker; the thinker has one of its own."""
+    """The talker streams to code2wav within the worker; the thinker has a separate one."""
     shared = {f"stages.{name}.placement.worker": "voice" for name in ("talker", "code2wav")}
     config = PipelineConfig.load("omni_speech", shared | {"runtime.kind": "processes"})
     with Omni(config) as omni:

@@ -1,6 +1,6 @@
 """Qwen3-Omni's pipeline, streamed between all stages, against transformers' ``generate``.
 
-All is greedy: what is drawn differs by the source of randomness. Sound of equal length within 1e-4
+All is greedy: sampling would use another source of randomness. Sound of equal length within 1e-4
 means equal codes of all codebooks.
 """
 
@@ -30,10 +30,10 @@ NUM_WORDS, NUM_CODES = 12, 24
 
 
 class Reference(ThinkerReference):
-    """The whole of it."""
+    """The whole model."""
 
     def speech(self, talk: Talk, speaker: str) -> tuple[list[int], Tensor, Tensor]:
-        """The reply's tokens, the sound, and the talker's hidden states."""
+        """Return the reply's tokens, the sound, and the talker's hidden states."""
         inputs = self.inputs(talk)
         rows: list[Tensor] = []
         hook = self.whole.talker.model.register_forward_hook(
@@ -115,7 +115,7 @@ def test_sound_comes_in_pieces_that_are_the_whole(omni: Omni, reference: Referen
     assert audio is not None
     torch.testing.assert_close(torch.cat(pieces), audio.samples, atol=1e-6, rtol=0)
     lengths = [len(piece) for piece in pieces if len(piece)]
-    # One code first, less what is missing of it; then twice as many, up to eight.
+    # One code first, less the samples it lacks; then twice as many, up to eight.
     assert lengths[:4] == [240 - 75, 480, 960, 1920]
 
 

@@ -45,7 +45,7 @@ def texts() -> list[OmniOutput]:
 
 @pytest.fixture(scope="module")
 def reading(ray_cluster: SessionCluster) -> Iterator[Omni]:
-    """Two language models, the first one twice, on one node, and the other on another one."""
+    """Two language models, the first one twice on one node, and the other on another one."""
     _, writers, reader = ray_cluster.nodes
     overrides = ROWS | {
         "runtime.kind": "ray",
@@ -96,7 +96,7 @@ def test_replicas_share_the_requests_and_keep_their_prefixes(
     assert isinstance(stage, RemoteStage)
     assert len(set(pids_of(reading, "writer"))) == 2
     before = stage.replica_stats()
-    # Too many with one beginning for one of the two, and each of them with another end.
+    # Too many with one beginning for one of the two, each with another end.
     shared = [f"{'The same old story again, ' * 3}part {number}" for number in range(12)]
     first, again = reading.generate(shared), reading.generate(shared)
     spent = [after.since(was) for after, was in zip(stage.replica_stats(), before, strict=True)]
@@ -136,7 +136,7 @@ def test_streamed_speech_is_that_of_one_process(speaking: Omni, speeches: Spoken
 
 
 def spoken(omni: Omni, at_first_sound: Callable[[], object] = lambda: None) -> Spoken:
-    """What is said by the end, whose pieces are told once."""
+    """Return the final output, and check that its pieces are sent once."""
     heard: dict[str, list[torch.Tensor]] = {}
     last: dict[str, OmniOutput] = {}
     requests = [OmniRequest(prompt, request_id) for request_id, prompt in SAID.items()]
@@ -191,7 +191,7 @@ def test_what_actors_log_says_whose_it_is(speaking: Omni, caplog: pytest.LogCapt
 
 
 def test_an_actor_of_another_release_is_refused_in_a_sentence(ray_cluster: SessionCluster) -> None:
-    """Its messages might mean something else."""
+    """Its messages might have another meaning."""
     hello = msgspec.msgpack.encode(Bundle(hello=Hello(PROTOCOL_VERSION + 1, 1, "elsewhere")))
 
     class Newer:

@@ -1,6 +1,6 @@
-"""Tensors that go from actor to actor by a direct transport of Ray's: the same outputs.
+"""Tensors sent from actor to actor by a direct transport of Ray: the same outputs.
 
-The one here goes by way of files. Ray's own, NIXL, is tried where it is installed.
+The one here uses files. Ray's own, NIXL, is tested where it is installed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.support.patience import wait_for
 from tests.support.ray_cluster import SessionCluster
 from tests.support.same_outputs import assert_same
 
-# Of which the rows are too large to travel in a message.
+# Prompts whose rows are too large to travel in a message.
 PROMPTS = [f"{'A quick brown fox jumps over the lazy dog. ' * 24} {end}" for end in ("One", "Two")]
 OVERRIDES = {"runtime.kind": "ray", "runtime.max_retries": 3}
 HAS_NIXL = find_spec("nixl") is not None
@@ -40,7 +40,7 @@ def texts() -> list[OmniOutput]:
 
 @pytest.fixture(scope="module")
 def direct(ray_cluster: SessionCluster) -> Iterator[Omni]:
-    """Its stages are on two nodes."""
+    """A pipeline with stages on two nodes."""
     register_files()
     overrides = OVERRIDES | {"runtime.tensor_transport": FILES}
     _, first, second = ray_cluster.nodes
@@ -84,7 +84,7 @@ def test_what_was_fetched_is_let_go(direct: Omni) -> None:
 
 @pytest.mark.parametrize("victim", ["reader", "writer"])
 def test_an_actor_that_dies(direct: Omni, texts: list[OmniOutput], victim: str) -> None:
-    """A reader's rows are fetched again. A writer's may be lost with it, and then it is said."""
+    """A reader's rows are fetched again. A writer's may be lost with it, which is reported."""
     last: dict[str, OmniOutput] = {}
     has_killed = False
     for output in direct.stream([OmniRequest(prompt, prompt[-3:]) for prompt in PROMPTS]):

@@ -1,7 +1,7 @@
-"""What stages hand on that lies on a GPU: where it comes to, by a direct transport or without one.
+"""The destination of tensors that lie on a GPU, with a direct transport and without one.
 
-The GPU is made up: tensors that say they lie on one, in a cluster that is told to have some. What
-the machines of CI cannot show is told in docs/placement.md.
+The GPU is fake: tensors that claim to lie on one, in a cluster that is told to have some. What CI
+machines cannot show is described in docs/placement.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def transport(ray_cluster: SessionCluster) -> Iterator[str]:
 
 
 def _pipeline(transport: str, final_output: str = "text", **readers: float) -> PipelineConfig:
-    """A source with half a GPU, and what reads it, by how much of one it has."""
+    """Return a source with half a GPU, and readers by their share of one."""
     transform = f"{where_it_lies.__module__}:{where_it_lies.__name__}"
     stages: dict[str, Any] = {"source": {"placement": {"num_gpus": _HALF}}}
     stages["source"]["final_output"] = final_output
@@ -45,12 +45,12 @@ def _pipeline(transport: str, final_output: str = "text", **readers: float) -> P
 
 
 def _told(name: str, gpu: str) -> str:
-    """What a reader says of the source's tensors, given where those of the GPU have come to."""
+    """Return a reader's text about the source's tensors, given where those of the GPU arrive."""
     return f"{name}(rows: {gpu} 800020000, one: {gpu} 1, on_host: cpu 799980000, little: cpu 0)"
 
 
 def test_what_lies_on_a_gpu_comes_to_the_gpu_of_who_shares_it(transport: str) -> None:
-    """And to the host of whoever has none, or another one; what lies on the host, to the host."""
+    """Others, with none or another one, get them on the host, where host tensors always stay."""
     before = num_fetched()
     with Omni(_pipeline(transport, near=_HALF, far=_WHOLE, host=_NONE)) as omni:
         for prompt in ("one", "two"):
@@ -68,7 +68,7 @@ def test_what_lies_on_a_gpu_comes_to_the_gpu_of_who_shares_it(transport: str) ->
 def test_what_goes_by_the_store_comes_to_the_host(
     transport: str, tensor_transport: str, final_output: str
 ) -> None:
-    """Where that is the transport, and of stages whose users get tensors, which outlive actors."""
+    """Where that is the transport, and for stages whose users get tensors, which outlive actors."""
     with Omni(_pipeline(tensor_transport, final_output, near=_HALF)) as omni:
         (output,) = omni.generate("one")
     assert output.stages["near"].text == _told("near", "cpu")

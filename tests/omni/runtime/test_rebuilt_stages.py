@@ -1,4 +1,4 @@
-"""A stage that broke is rebuilt by its pipeline: the pipeline goes on, and says the same."""
+"""A broken stage is rebuilt by its pipeline, which continues with the same outputs."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def ask(orchestrator: WholeOrchestrator, *request_ids: str) -> dict[str, OmniOut
 
 
 def test_requests_of_which_nothing_was_told_start_again() -> None:
-    """The stage feeds another one, so that what it makes is told when it is done with it."""
+    """The stage feeds another one, so its output is sent only when it has finished."""
     fragile = Fragile("b", sources=("a",), final=False, steps=3)
     stages = [FakeStage("a", steps=1), fragile, FakeStage("c", ("b",))]
     orchestrator = WholeOrchestrator(Pipeline(stages))
@@ -99,7 +99,7 @@ def test_a_request_that_was_heard_of_fails_and_the_next_one_works() -> None:
     orchestrator.add_request(OmniRequest("x", "x"))
     until(orchestrator, lambda: bool(fragile.held))
     orchestrator.step()
-    orchestrator.step()  # of each stage
+    orchestrator.step()  # one step of each stage
     orchestrator.add_request(OmniRequest("late", "late"))
     fragile.broken = True
     last = last_outputs(orchestrator)
@@ -161,7 +161,7 @@ def test_a_stage_that_cannot_be_built_now_is_tried_again() -> None:
 
 @pytest.mark.parametrize("turns", range(0, 30, 4))
 def test_a_streamed_request_is_heard_of_by_the_stage_behind(turns: int) -> None:
-    """What began to flow cannot start again; whoever has not begun, or is through, goes on."""
+    """A streamed request cannot start again; those not begun, or finished here, continue."""
 
     class Breaking(Thinker):
         broken = False
@@ -198,7 +198,7 @@ def test_a_streamed_request_is_heard_of_by_the_stage_behind(turns: int) -> None:
 
 @dataclass
 class Rig:
-    """Two decoders and an encoder, and what they say undisturbed."""
+    """Two decoders and an encoder, and their undisturbed outputs."""
 
     pipeline: Pipeline
     expected: dict[str, OmniOutput]
@@ -252,9 +252,9 @@ def engines_of(pipeline: Pipeline) -> list[LLMEngine | EncoderEngine]:
 def test_a_pipeline_goes_on_whatever_line_of_whatever_stage_broke_an_engine(
     rig: Rig, error: type[Exception], turn: int, mends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fault comes at a line of the step, and maybe another one while the engine mends itself.
+    """The fault comes at a line of the step, and maybe another one while the engine recovers.
 
-    An engine that mends itself lets all its requests start again, and fails nobody.
+    An engine that recovers restarts all its requests, and fails none.
     """
     orchestrator = WholeOrchestrator(rig.pipeline)
     engines = engines_of(rig.pipeline)
@@ -292,7 +292,7 @@ def test_a_pipeline_goes_on_whatever_line_of_whatever_stage_broke_an_engine(
 def test_the_broken_engine_is_gone_before_another_one_is_built(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever keeps the traceback, such as a log handler, keeps no weights and no blocks."""
+    """A traceback that is kept, for example by a log handler, keeps no weights and no blocks."""
     stage = rig.pipeline.stages["writer"]
     assert isinstance(stage, AutoregressiveStage)
     stage.enable_prefix_caching = False

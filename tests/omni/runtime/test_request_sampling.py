@@ -1,4 +1,4 @@
-"""What a stage could not sample is refused before the stages ahead of it have begun."""
+"""Parameters that a later stage cannot sample with are refused before earlier stages have begun."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_later_stages_sampling_is_refused_before_the_first_has_run(
 def test_a_stages_own_sampling_is_checked_as_a_requests(seeded: Callable[[str], str]) -> None:
     pipeline = build_pipeline(seeded("qwen2_5_omni"), talker_stop=("end",))
     with Omni(pipeline) as omni:
-        for _ in range(2):  # what was found wrong once is not taken for checked
+        for _ in range(2):  # a failed check is not cached as a success
             (output,) = omni.generate(ASKED.request("r"))
             assert output.error is not None and "sampling for stage 'talker'" in output.error
         (better,) = omni.generate(
@@ -82,7 +82,7 @@ def test_a_stages_own_sampling_is_checked_once_and_a_requests_each_time(
 
 
 class Picky(FakeStage):
-    """Takes no parameters at all."""
+    """Accepts no parameters at all."""
 
     def check_sampling(self, params: SamplingParams) -> None:
         raise PlacedError(("stop", 1), "one too many")

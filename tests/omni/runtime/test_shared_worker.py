@@ -1,4 +1,4 @@
-"""Stages that share a worker put out what they do inline, and whatever ends it is reported."""
+"""Stages that share a worker produce their inline outputs, and the cause of its end is reported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.0)
 
 
-# What it runs.
+# What the worker runs.
 
 
 @pytest.mark.parametrize("chunk_size", [2, None])
@@ -134,7 +134,7 @@ def test_an_output_that_cannot_be_sent_ends_its_request_alone() -> None:
         odd, good = omni.generate([OmniRequest("x", "odd"), "y"])
         assert odd.error is not None and "its output cannot be handed on: ValueError" in odd.error
         assert good.stages["b"].text == "b(y)"
-        with omni.paused():  # nothing runs any more
+        with omni.paused():  # nothing is running
             pass
 
 
@@ -150,11 +150,11 @@ def test_a_stage_that_cannot_be_built_is_told_with_its_name() -> None:
         pass
 
 
-# What ends it.
+# What ends the worker.
 
 
 def begun(omni: Omni, number: int = 1) -> tuple[list[threading.Thread], list[OmniOutput]]:
-    """Requests that are under way, and what becomes of them."""
+    """Start requests; return their threads and a list for their outputs."""
     seen = threading.Semaphore(0)
     ended: list[OmniOutput] = []
 

@@ -1,4 +1,4 @@
-"""Chunks change when things happen, not what comes out."""
+"""Chunks change when things happen, not the outputs."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from tests.support.whole_orchestrator import WholeOrchestrator
 
 
 class WaitingChunks:
-    """Counts the chunks that come to a stage, and those that it takes. ::
+    """Counts the chunks that reach a stage, and those that it consumes. ::
 
         waiting = WaitingChunks(talker_to_code2wav)
         stages = speech_stages((1, 2), code2wav={"transform": waiting.transform})
         waiting.stage = stages[2]
 
-    It counts where the stage runs, in the thread that drives it.
+    It counts in the thread that drives the stage.
     """
 
     stage: FakeSpeechStage
@@ -66,7 +66,7 @@ class WaitingChunks:
         self.transform = counted
 
     def now(self, request_id: str) -> int:
-        """How many of a request's wait; the request enters with its first one, which does not."""
+        """Return how many chunks of a request wait; its first, with which it enters, never does."""
         taken = len(self.stage.received.get(request_id, ()))
         return max(0, self._came[request_id] - max(1, taken))
 
@@ -103,7 +103,7 @@ def as_codec(prompt: Prompt) -> CodecPrompt:
 
 @everywhere
 def test_every_chunk_has_the_rows_of_its_own_tokens() -> None:
-    """Rows lag by one; here the row says which token it was made of."""
+    """Rows lag by one; here each row shows which token it was made of."""
     seen: list[tuple[int, tuple[int, ...], list[float], bool]] = []
 
     @chunkable
@@ -156,7 +156,7 @@ def test_sound_and_text_are_told_once_and_add_up() -> None:
 
 
 class Told(StageWorker):
-    """Notes of finished outputs which tensors they have."""
+    """Records which tensors finished outputs have."""
 
     seen: ClassVar[dict[str, list[str]]] = {}
 
@@ -205,7 +205,7 @@ def test_sound_is_only_for_those_who_want_it() -> None:
 
 @everywhere
 def test_a_slow_stage_holds_up_the_one_before_at_the_bound() -> None:
-    """It is held until its source rests: no chunk is on its way in any step that it takes."""
+    """It is held until its source rests: no chunk is in transit in any of its steps."""
     waiting = WaitingChunks(talker_to_code2wav)
     vocoding = {"max_pending": 3, "transform": waiting.transform}
     _, talker, vocoder = stages = speech_stages((1, 2), code2wav=vocoding)
@@ -232,20 +232,20 @@ def test_a_slow_stage_holds_up_the_one_before_at_the_bound() -> None:
 
 
 def test_a_drained_queue_resumes_the_source_at_once() -> None:
-    """Which turn it is in, one thread alone can tell: elsewhere stages have no turns in common."""
+    """Only a single thread can tell the turn: stages elsewhere have no common turns."""
     stages = speech_stages((1, 1), code2wav={"steps_per_token": 5, "max_pending": 2})
     orchestrator = start(stages, {"x": PROMPTS["x"]})
     talker, vocoder = stages[1:]
     until(orchestrator, lambda: "x" in talker.live and talker.live["x"].paused)
     taken, made = len(vocoder.received["x"]), len(talker.live["x"].tokens)
     until(orchestrator, lambda: len(vocoder.received["x"]) > taken)
-    orchestrator.step()  # the vocoder's sound ended the one before
+    orchestrator.step()  # the vocoder's sound ended the previous one
     assert len(talker.live["x"].tokens) == made + 1, "in the very turn"
 
 
 @everywhere
 def test_a_pause_is_lifted_rather_than_that_everything_stands_still() -> None:
-    """x sits in the talker and waits for the thinker, where y, which is paused, sits."""
+    """x is in the talker and waits for the thinker, where y is, which is paused."""
     prompts = {"x": PROMPTS["x"], "y": PROMPTS["z"]}
     waiting = WaitingChunks(thinker_to_talker)
     talking = {"seats": 1, "max_pending": 1, "transform": waiting.transform}
@@ -266,7 +266,7 @@ def test_a_pause_is_lifted_rather_than_that_everything_stands_still() -> None:
 
 @everywhere
 def test_a_pause_is_kept_while_any_stage_has_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turns without an output are no standstill: here the vocoder takes many to a token."""
+    """Turns without an output are no deadlock: here the vocoder takes many per token."""
     monkeypatch.setattr(orchestrator_module, "_WAIT_TIMEOUT_S", 0.01)
     waiting = WaitingChunks(talker_to_code2wav)
     vocoding = {"max_pending": 1, "transform": waiting.transform}

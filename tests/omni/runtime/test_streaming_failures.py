@@ -1,4 +1,4 @@
-"""Whatever goes wrong in a streamed pipeline, every request ends once and no stage keeps it."""
+"""Any error in a streamed pipeline ends every request once, and no stage keeps it."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_stage_whose_streaming_fails_ends_the_request_alone(
     own = getattr(stages[stage], method)
 
     def broken(request_id: str, *rest: Any) -> Any:
-        # Asked of a stage by itself, too; the runtime asks while all stages rest.
+        # Check a single stage, too; the runtime checks while all stages rest.
         if request_id == "x" and not stages[1].is_working:
             raise KeyError("gone")
         return own(request_id, *rest)
@@ -162,7 +162,7 @@ def test_a_stage_that_cannot_resume_is_not_used_any_more(
 
 @everywhere
 def test_one_that_may_go_on_and_has_no_seat_does_not_keep_the_others_from_going_on() -> None:
-    """Of one seat, which another request takes that rests on it."""
+    """The one slot is taken by another request, which waits for it."""
     prompts = dict.fromkeys(("r0", "r1", "r2", "r3"), "a")
     narrow = {"seats": 1, "limit": 5, "max_pending": 1}
     changes: dict[str, Any] = {
@@ -226,7 +226,7 @@ def every_request_ends_once_and_nothing_is_left(data: st.DataObject) -> None:
         victim = data.draw(st.none() | st.sampled_from(ids)) if not calm else None
         outputs: list[OmniOutput] = []
         for _ in range(data.draw(st.integers(0, 9))):
-            if orchestrator.has_unfinished_requests:  # who has none waits for one
+            if orchestrator.has_unfinished_requests:  # an idle one waits for a request
                 outputs += orchestrator.step()
         if victim is not None and (ended := orchestrator.abort(victim)) is not None:
             aborted.add(victim)

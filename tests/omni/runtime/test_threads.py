@@ -1,4 +1,4 @@
-"""Stages that share a process take each as many CPU threads as its placement says."""
+"""Each of the stages that share a process uses the CPU threads of its placement."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_caller_that_drives_the_stages_itself_keeps_its_number(
 def test_threads_that_begin_meanwhile_have_the_number_of_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """PyTorch gives a thread that is new to it the number that was set last, whoever set it."""
+    """PyTorch gives a new thread the number that was set last, by any thread."""
     seen: list[int] = []
     steps: dict[str, set[int]] = {}
     step = EngineStage.step_deltas

@@ -1,4 +1,4 @@
-"""When a request was in which stage is told with its outputs, wherever the stages run."""
+"""Outputs report when a request was in which stage, wherever the stages run."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def test_every_stage_is_told_also_one_that_the_user_gets_nothing_of(runtime: str
     for stay in (writer, reader):
         assert stay.queue_s is not None and stay.first_token_s is not None
         assert 0 <= stay.queue_s <= stay.first_token_s
-    # Told when it has changed, not with every token.
+    # Sent when it has changed, not with every token.
     assert sum(bool(each.timeline) for each in outputs) <= 3
-    if runtime == "inline":  # news of processes may come several at once
+    if runtime == "inline":  # news of processes may be merged
         assert len(outputs) >= 5
 
 
 @pytest.mark.usefixtures("checkpoint_cache")
 def test_a_request_that_fails_tells_how_far_it_came() -> None:
     with Omni("two_step") as omni:
-        # As long as the writer may take, with what it writes too long for the reader.
+        # The writer's limit, with an output too long for the reader.
         request = OmniRequest("x", request_id="gone", sampling={"writer": {"max_tokens": 400}})
         stream = omni.stream(request)
         next(stream)
@@ -75,7 +75,7 @@ def test_a_stage_output_and_a_timeline_say_why_no_more_was_hit():
         assert miss("no") == "short"
         assert miss(BEGIN + "One") in (None, "last_token")
         assert miss(BEGIN * 2) == "unseen"
-        # Whether others have cached the same is not said.
+        # It is not reported whether others have cached the same.
         assert miss(BEGIN + "One", cache_salt="a key") == "salt"
         assert miss("x" + BEGIN, cache_salt="a key") == "salt"
         assert miss(BEGIN + "One", cache_salt="a key") in (None, "last_token")

@@ -1,5 +1,5 @@
-"""A trace tells where every request spent its time, in a file that viewers open, and costs no run
-anything but that."""
+"""A trace shows where every request spent its time, in a file that viewers open, at no other cost
+to a run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SLOW_VOCODER = {"code2wav": {"steps_per_token": 3}}
 
 
 def traced(path: Path, stages: Any, requests: Any = PROMPTS) -> dict[str, Any]:
-    """Run requests with a trace; the last outputs."""
+    """Run requests with a trace; return the last outputs."""
     pipeline = Pipeline(stages)
     with closing(Trace(path, pipeline.order)) as trace:
         orchestrator = WholeOrchestrator(pipeline, trace=trace)
@@ -77,7 +77,7 @@ def test_stages_are_processes_and_requests_are_tracks(tmp_path: Path) -> None:
 
 
 def test_pauses_and_waits_for_input_are_told(tmp_path: Path) -> None:
-    """A vocoder that is slow holds the talker up; a talker that is slow lets it wait."""
+    """A slow vocoder pauses the talker; a slow talker keeps it waiting."""
     traced(tmp_path / "slow.json", speech_stages(**SLOW_VOCODER))
     events = read_trace(tmp_path / "slow.json")
     assert "resting" in names_of(events, "talker", "z")
@@ -163,7 +163,7 @@ def events_of(*names: str, request_id: str = "x", start_s: float) -> tuple[Stage
 
 
 def test_the_clock_of_another_machine_is_set_by_its_messages(tmp_path: Path) -> None:
-    """It is an hour ahead there; the fastest message tells best how much."""
+    """It is an hour ahead there; the fastest message gives the best estimate."""
     file, ahead_s, delays_s = tmp_path / "out.json", 3600.0, (0.75, 0.25, 0.5)
     with closing(Trace(file, ["a"])) as trace:
         began_s = trace._start_s
@@ -290,7 +290,7 @@ def test_a_run_that_is_killed_leaves_what_viewers_can_read(tmp_path: Path) -> No
 
 
 class Full:
-    """A file on a disk that gets full."""
+    """A file on a disk that runs full."""
 
     closed = False
 

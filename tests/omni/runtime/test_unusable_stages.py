@@ -1,4 +1,4 @@
-"""A stage that a failure leaves of no use: its worker is started again, as if it had died."""
+"""A stage that a failure leaves unusable: its worker is restarted as if it had died."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def held_up_at_first() -> Make:
-    """A chain; the first workers, made after the shapes, never end a request."""
+    """A chain; the first workers, made from the shapes, never end a request."""
     number = itertools.count()
 
     def make() -> list[Any]:
@@ -52,7 +52,7 @@ def test_a_stage_that_breaks_when_it_has_no_requests_is_replaced_before_the_next
         def reset() -> None:
             raise KeyError("gone")
 
-        first.reset_prefix_cache = reset  # as is done after a step that failed
+        first.reset_prefix_cache = reset  # as after a failed step
         pipeline.let_raise("b")
         drain(pipeline.orchestrator)
         wait_for(lambda: pipeline.workers.started == ["a", "b", "b"])
@@ -70,7 +70,7 @@ def test_a_stage_that_breaks_when_it_has_no_requests_is_replaced_before_the_next
 def test_a_stage_that_cannot_be_rebuilt_or_breaks_again_gets_another_worker(
     error: Exception | None, num_tries: int, told: str
 ) -> None:
-    """Inline it would be tried again when the next request comes: there is nothing better."""
+    """Inline it would be retried when the next request comes: there is no alternative."""
     tries = 0
     shapes = held_up_at_first()
 

@@ -27,7 +27,7 @@ from omni.seeded.language_models import build_causal_lm, build_text_encoder
 
 PROMPTS = ("What is the capital of", "Once upon a time there was a fox", "The library has")
 NUM_TOKENS = 24
-# These have tests of their own.
+# These have separate tests.
 ENCODER_DECODERS = ("bart", "t5", "t5-gated", "whisper", "mllama")
 NO_TEXT = ("pocket_tts_codec",)
 
@@ -83,23 +83,23 @@ def test_tokenizer_fits_the_model_and_round_trips(seeded: Callable[[str], str], 
     folder = seeded(name)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     config = AutoConfig.from_pretrained(folder).get_text_config()
-    # Where codes are drawn, text has a matrix of its own.
+    # Where codes are sampled, text has a separate matrix.
     assert len(tokenizer) <= getattr(config, "text_vocab_size", config.vocab_size)
     if name == "bert":
         assert tokenizer("the fox").input_ids[0] == tokenizer.cls_token_id
         return
     text = "Hello, what is this? é€😀\n  two  spaces"
     assert tokenizer.decode(tokenizer(text).input_ids, skip_special_tokens=True) == text
-    if name == "csm":  # whose roles are numbers of speakers
+    if name == "csm":  # its roles are numbers of speakers
         messages = [{"role": "1", "content": [{"type": "text", "text": "hi"}]}]
         written = tokenizer.apply_chat_template(messages, tokenize=False)
         assert written == "<|begin_of_text|>[1]hi<|end_of_text|>"
         return
-    if name == "pocket_tts":  # whose replies are no text
+    if name == "pocket_tts":  # its replies are no text
         messages = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
         assert tokenizer.apply_chat_template(messages, tokenize=False) == "hi<|audio_bos|>"
         return
-    if name == "voxtral":  # whose published folder brings none
+    if name == "voxtral":  # its published folder has none
         assert tokenizer.chat_template is None
         return
     chat = tokenizer.apply_chat_template(

@@ -1,9 +1,9 @@
-"""The trained pipeline that ships: right answers, by text and by voice, whatever the caches hold.
+"""The shipped trained pipeline: right answers, by text and by voice, whatever the caches hold.
 
-A consistent wrong answer passes everywhere else; here it does not. The questions are ones that
-training never had; those of ``questions/`` are said by voices and at rates it never had either.
-That caching changes nothing of it, near ties included, is tried where the demo and what it suggests
-are: ``tests/omni/commands/test_demo.py``.
+A consistent wrong answer passes everywhere else; here it does not. Training never had these
+questions; those of ``questions/`` are spoken by voices and at rates it never had either. That
+caching changes nothing, near ties included, is tested with the demo and its suggestions:
+``tests/omni/commands/test_demo.py``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TYPED = {
     "do you like music": "that is not a sum i know",
 }
 WITHOUT_SOUND = {"stages.talker.sampling.max_tokens": 1}
-"""The thinker's answers alone: what is said takes longer than what is written."""
+"""The thinker's answers alone: speaking takes longer than writing."""
 
 
 def typed(text: str) -> OmniRequest:
@@ -65,7 +65,7 @@ def reply(output: OmniOutput) -> str | None:
 
 
 def recordings() -> dict[Path, str]:
-    """Sound files, and the replies to them, which ``replies.txt`` beside them has."""
+    """Return sound files, and the replies to them from the adjacent ``replies.txt``."""
     lines = (HERE / "replies.txt").read_text("utf-8").splitlines()
     pairs = (line.split(": ", 1) for line in lines)
     return {HERE / f"{name}.flac": answer for name, answer in pairs}
@@ -127,7 +127,7 @@ def test_a_typed_question_goes_on_from_one_by_voice(thinker: Omni, text: str) ->
 
 
 def test_a_conversation_changes_between_voice_and_keyboard(thinker: Omni) -> None:
-    """Four turns, each of which is asked with the reply that the one before really got."""
+    """Four turns, each with the reply that the previous one really got."""
     follow_up = SHIPPED / "questions" / "and_times_two.flac"
     asked: tuple[str | Path, ...] = ("ninety minus eighty", follow_up, "and plus five?", follow_up)
     messages: list[dict[str, Any]] = []
@@ -146,7 +146,7 @@ def test_a_conversation_changes_between_voice_and_keyboard(thinker: Omni) -> Non
 
 @pytest.fixture(scope="module")
 def streamed_and_not() -> Iterator[tuple[Omni, Omni]]:
-    """With a vocoder of few steps, whose sound nobody compares, and the talker's tokens shown."""
+    """A vocoder of few steps, whose sound is not compared, and the talker's tokens as output."""
     shown = {
         "stages.code2wav.generation.num_steps": 2,
         "stages.talker.final_output": "text",

@@ -1,4 +1,4 @@
-"""Rounding is told from a difference, and a near tie from a wrong token."""
+"""Comparison distinguishes rounding from a difference, and a near tie from a wrong token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GREEDY = SamplingParams(temperature=0.0, logprobs=2)
 
 
 def output(token_ids: tuple[int, ...] = (), gap: float = 1.0, **fields: Any) -> StageOutput:
-    """Two prompt tokens; at every generated position token 8 or 9 follows by ``gap``."""
+    """Return two prompt tokens; at every generated position token 8 or 9 follows by ``gap``."""
     logprobs = tuple(
         TokenLogprobs(token, -0.5, ((token, -0.5), (8 if token == 9 else 9, -0.5 - gap)))
         for token in token_ids
@@ -212,7 +212,7 @@ def test_a_spread_covers_what_it_includes() -> None:
 
 
 def test_a_near_tie_of_a_greedy_choice_is_no_difference() -> None:
-    """Rows up to the tie are still compared, and nothing behind it."""
+    """Rows up to the tie are still compared, and nothing after it."""
     rows = torch.rand(5, 2)
     uncached = output((8, 8, 3), gap=1e-6, tensors={"hidden_states": rows})
     behind = rows.clone()

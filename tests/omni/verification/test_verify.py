@@ -100,7 +100,7 @@ def writer_engine(omni: Omni) -> LLMEngine:
 
 
 def shared_block(engine: LLMEngine) -> KVCacheBlock:
-    """The cached block of the second four tokens that all requests share."""
+    """Return the cached block of the second four tokens that all requests share."""
     hashes: list[BlockHash] = []
     extend_block_hashes(hashes, SHARED, BLOCK_SIZE)
     block = engine._kv.pool.lookup(0, hashes[1])
@@ -109,7 +109,7 @@ def shared_block(engine: LLMEngine) -> KVCacheBlock:
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, corruption: Callable[[], None]) -> None:
-    """Have ``corruption`` done between the cold and the warm run."""
+    """Run ``corruption`` between the cold and the warm run."""
     real, cached_runs = verify_module._run, iter([corruption])
 
     def run(*args: Any, caching: Collection[str]) -> Any:
@@ -146,7 +146,7 @@ def test_cached_equals_uncached_and_hits_are_told(omni: Omni) -> None:
 def test_cached_equals_uncached_under_eviction_and_preemption(
     seeded: Callable[[str], str], seed: int
 ) -> None:
-    """Pools that hold about two requests, chunks of a few tokens, prefixes shared at random."""
+    """Pools that hold about two requests, chunks of a few tokens, random shared prefixes."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 4])
     tiny = EngineConfig(
@@ -302,7 +302,7 @@ def test_what_cannot_be_verified_is_a_clear_error(
 
 
 def test_a_stage_behind_a_near_tie_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both runs are right, so the stages behind it have different inputs, and rightly so."""
+    """Both runs are right, so later stages legitimately have different inputs."""
     from omni.verification.verify import Comparison, NearTie, Tolerance
 
     compared: list[str] = []
@@ -324,7 +324,7 @@ def test_a_stage_behind_a_near_tie_is_not_compared(monkeypatch: pytest.MonkeyPat
 
 
 class RoundingStage(FakeStage):
-    """Its rows move with the number of requests that are run together, and by ``drift``."""
+    """Its rows vary with the number of requests that run together, and by ``drift``."""
 
     def __init__(self, per_mate: float, **fields: Any) -> None:
         super().__init__("a", **fields)
@@ -340,7 +340,7 @@ class RoundingStage(FakeStage):
 
 
 class SpeakingStage(FakeStage):
-    """Its last output is a sound, as loud as ``level``."""
+    """Its last output is a sound with amplitude ``level``."""
 
     level = 0.1
     has_cache = False
@@ -385,7 +385,7 @@ TWO = [OmniRequest("x", "short"), OmniRequest("xyz", "long")]
 def test_what_batching_alone_does_is_allowed_and_a_hundredfold_is_not(
     requests: list[OmniRequest], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Noise of 5e-5 is more than the least tolerance, of a shallow model, allows."""
+    """Noise of 5e-5 exceeds the minimum tolerance, that of a shallow model."""
     for drift, equal in ((5e-5, True), (5e-3, False)):
         stage = RoundingStage(5e-5)
         with monkeypatch.context() as patch, Omni(Pipeline([stage])) as omni:
@@ -504,7 +504,7 @@ def test_noise_is_measured_on_the_longest_requests() -> None:
 
 
 def test_stages_that_have_worked_are_not_warmed_up_again() -> None:
-    """The first use of a library takes time that is no stage's; it is over by then."""
+    """The first use of a library takes time that is not the stage's; it is over by then."""
 
     class Counted(Lengths):
         def stats(self) -> StageStats:
@@ -520,7 +520,7 @@ def test_stages_that_have_worked_are_not_warmed_up_again() -> None:
 
 
 class Lengths(FakeStage):
-    """Tells the lengths of its prompts, and remembers its batches."""
+    """Outputs the lengths of its prompts, and records its batches."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -537,7 +537,7 @@ class Lengths(FakeStage):
 def test_a_deep_model_verifies_equal_by_measured_noise_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the least tolerance, which its rounding does not always exceed."""
+    """Without the minimum tolerance, which its rounding does not always exceed."""
     checkpoint = build_causal_lm(
         tmp_path,
         hidden_size=256,
@@ -626,7 +626,7 @@ def test_a_stage_whose_caching_is_off_is_not_tested_and_the_report_says_so(
 
 
 def test_encodings_that_were_found_are_hits() -> None:
-    """Short prompts before an image or a sound have no full block, and yet something is cached."""
+    """Short prompts before an image or a sound have no full block, yet something is cached."""
     stage = StageVerification("s", 3, 0, 0, (), 1.0, 1.0, 1.0, encoder_hits=2)
     report = VerifyReport(1, (stage,), (), (), ())
     assert report.has_hits
@@ -655,7 +655,7 @@ def test_what_is_no_omni_or_no_request_is_told(proving: Any, requests: Any, mess
 def test_tiers_below_a_small_pool_change_nothing(
     seeded: Callable[[str], str], tmp_path: Path
 ) -> None:
-    """The pool has room for one request, so that what is hit comes from disk."""
+    """The pool has room for one request, so that hits come from disk."""
     config = EngineConfig(
         model=seeded("gemma2"),
         num_blocks=33,
