@@ -139,7 +139,7 @@ def anchors(file: Path) -> set[str]:
 @pytest.mark.parametrize(
     "name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"]
 )
-def test_a_link_of_a_page_beside_the_site_leads_somewhere(name: str) -> None:
+def test_a_link_of_a_page_outside_the_site_has_a_target(name: str) -> None:
     """``mkdocs build --strict`` checks only links of the site's own pages."""
     for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", (ROOT / name).read_text("utf-8")):
         file, _, anchor = target.partition("#")

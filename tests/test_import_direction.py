@@ -154,7 +154,9 @@ def test_a_planted_arrow_up_is_found_and_both_files_are_named(planted: str):
         ("omni/requests/request.py", "omni/runtime/omni.py", "above"),
     ],
 )
-def test_a_door_to_a_room_beside_or_above_is_closed(file: str, imported: str, where: str):
+def test_an_import_of_a_room_on_the_same_or_a_higher_floor_is_found(
+    file: str, imported: str, where: str
+):
     module = imported.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
     (found,) = closed_doors({file: f"from {module} import x", imported: ""}, ROOMS)
     assert found.startswith(f"{file}:1 imports {imported}: ") and f" is {where} it" in found

@@ -72,7 +72,7 @@ def test_the_python_that_is_named_is_taken_and_no_other(tmp_path: Path):
     assert "venv or ensurepip is missing" in done.stderr
 
 
-def test_without_a_python_it_is_told_what_is_missing(tmp_path: Path):
+def test_without_a_python_the_missing_one_is_named(tmp_path: Path):
     script(tmp_path / "bin" / "python3.13", DOES_NOT_RUN)
     script(tmp_path / "bin" / "python3.12", HAS_NO_VENV)
     done = make("which-python", path=tmp_path / "bin")
@@ -143,7 +143,7 @@ def test_a_link_of_the_documentation_that_leads_nowhere_fails(target: str, tmp_p
 
 
 @pytest.mark.parametrize("tool", ["ruff", "mypy", "python"])
-def test_what_fails_in_make_test_is_told_and_fails_it(tool: str, tmp_path: Path):
+def test_a_failure_in_make_test_is_reported_and_fails_it(tool: str, tmp_path: Path):
     bodies = {"python": "echo '3 passed'"} | {tool: f"echo {tool} found something; exit 1"}
     done = make(tools(tmp_path, **bodies), "test")
     assert done.returncode

@@ -161,7 +161,7 @@ def test_an_editable_install_shows_its_types(site: Path, tmp_path: Path) -> None
     assert line == 2 and said.startswith('note: Revealed type is "def (') and "Omni" in said
 
 
-def test_no_public_name_is_of_a_type_that_says_nothing(site: Path, tmp_path: Path) -> None:
+def test_no_public_name_has_an_uninformative_type(site: Path, tmp_path: Path) -> None:
     names = [f"{package.__name__}.{name}" for package in PACKAGES for name in public_names(package)]
     lines = [f"import {package.__name__}" for package in PACKAGES]
     lines += [f"reveal_type({name})" for name in names]

@@ -49,7 +49,7 @@ def doubles(sources: Mapping[str, str]) -> dict[str, list[str]]:
     return {name: files for name, files in found.items() if len(files) > 1}
 
 
-def test_no_name_of_a_class_stands_twice():
+def test_no_class_name_occurs_twice():
     sources = {
         str(file.relative_to(ROOT)): file.read_text("utf-8")
         for package in LAYERS

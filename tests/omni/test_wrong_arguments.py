@@ -107,7 +107,7 @@ register_transform(3) | a transform's name must be a str, got 3
 
 
 @pytest.mark.parametrize(("call", "message"), MISTAKES)
-def test_a_wrong_argument_is_told_in_a_sentence(call: str, message: str) -> None:
+def test_a_wrong_argument_gets_a_one_sentence_error(call: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         result_of(ast.parse(call, mode="eval").body)
     assert "pydantic" not in f"{type(caught.value)} {caught.value}"
@@ -146,7 +146,7 @@ def test_an_engine_refuses_what_is_no_prompt_and_no_sampling(
         ({"cache_salt": 3}, "cache_salt must be a str or None, got 3"),
     ],
 )
-def test_a_request_that_cannot_be_ordered_spoils_no_other(
+def test_a_request_that_cannot_be_ordered_affects_no_other(
     engine: LLMEngine, wrong: dict[str, Any], message: str
 ) -> None:
     """A priority that is no number used to be detected only when compared with another."""

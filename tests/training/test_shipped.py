@@ -73,7 +73,7 @@ def test_of_held_out_follow_ups_80_in_100_go_on_from_the_result(engine: LLMEngin
     assert num_right(engine, asked) >= 0.8 * len(asked)
 
 
-def test_results_out_of_range_are_told(engine: LLMEngine) -> None:
+def test_results_out_of_range_are_reported(engine: LLMEngine) -> None:
     """77 of 80 when it was shipped, half of which miss the range as narrowly as can be."""
     beyond = held_out_out_of_range()
     assert all(is_held_out(one) and one.result is None for one in beyond)
@@ -89,7 +89,7 @@ def test_of_sums_of_small_numbers_98_in_100_are_answered_right(engine: LLMEngine
     assert num_right(engine, [((one.words,), one.reply) for one in small]) >= 0.98 * len(small)
 
 
-def test_figures_that_are_no_sum_are_told(engine: LLMEngine) -> None:
+def test_figures_that_are_no_sum_are_reported(engine: LLMEngine) -> None:
     """19 of 20 when it was shipped: numbers over 99, three numbers, points, other signs."""
     asked = [((text,), NOT_A_SUM) for text in HELD_OUT_FIGURES]
     assert num_right(engine, asked) >= 0.85 * len(asked)
@@ -98,7 +98,7 @@ def test_figures_that_are_no_sum_are_told(engine: LLMEngine) -> None:
 MAX_BYTES = 24_000_000
 
 
-def test_the_folder_is_small_and_tells_what_it_is():
+def test_the_folder_is_small_and_describes_itself():
     files = [file for file in FOLDER.rglob("*") if file.is_file()]
 
     assert sum(file.stat().st_size for file in files) <= MAX_BYTES

@@ -52,7 +52,7 @@ def test_every_number_has_words_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 201])
-def test_a_number_out_of_range_is_told(number: int) -> None:
+def test_a_number_out_of_range_is_reported(number: int) -> None:
     with pytest.raises(ValueError, match=f"from 0 to 200, got {number}"):
         in_words(number)
 
@@ -104,7 +104,7 @@ def test_a_question_has_one_right_reply(words: str, last: int | None, reply: str
     assert right_reply(words, last)[0] == reply
 
 
-def test_conversations_of_training_say_what_the_rule_says() -> None:
+def test_conversations_of_training_follow_the_rule() -> None:
     draw = random.Random(7)
     for _ in range(500):
         last: int | None = None

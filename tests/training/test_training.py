@@ -104,7 +104,7 @@ def test_the_thinker_s_parts_follow_each_other_and_the_last_leaves_the_tower_alo
     assert not torch.equal(before["lm_head.weight"], after["lm_head.weight"])
 
 
-def test_conversations_by_voice_and_keyboard_say_what_the_rule_says() -> None:
+def test_conversations_by_voice_and_keyboard_follow_the_rule() -> None:
     """A typed question after a spoken one goes on from its result, as by voice."""
     draw, asked = random.Random(5), questions(300)
     shares = TalkShares(turns=(0, 1, 1), typed=0.5)
@@ -190,7 +190,7 @@ def test_parts_of_a_lane_follow_each_other(tmp_path: Path) -> None:
     assert sorted(each.name for each in tmp_path.iterdir()) == ["one", "three", "two"]
 
 
-def test_a_part_that_fails_ends_what_runs_beside_it(
+def test_a_part_that_fails_ends_those_that_run_in_parallel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The idle process reads a pipe that nobody closes: only killing it ends it.
@@ -209,7 +209,7 @@ def test_a_part_that_fails_ends_what_runs_beside_it(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["fails", "rests"]
 
 
-def test_what_is_not_installed_is_told_before_any_work(
+def test_missing_programs_are_reported_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -249,7 +249,7 @@ def test_a_louder_sound_has_larger_values_and_silence_the_least():
     assert (mel_of(torch.zeros(4800)) == mel_of(torch.zeros(4800)).min()).all()
 
 
-def test_code_0_is_nobodys_and_every_code_fits_talker_and_flow(tmp_path):
+def test_code_0_is_unused_and_every_code_fits_talker_and_flow(tmp_path):
     generator = torch.Generator().manual_seed(0)
     mels = [torch.randn(500, NUM_BANDS, generator=generator) for _ in range(6)]
 

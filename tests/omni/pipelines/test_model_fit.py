@@ -105,7 +105,7 @@ def test_a_model_that_may_fit_is_left_alone(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", MISFITS)
-def test_a_model_that_cannot_fit_is_told_with_its_line(case: str, tmp_path: Path) -> None:
+def test_a_model_that_cannot_fit_is_reported_with_its_line(case: str, tmp_path: Path) -> None:
     config, kind, part, told = MISFITS[case]
     with pytest.raises(ConfigError) as raised:
         load(tmp_path, config, kind, part)
@@ -133,7 +133,7 @@ def test_a_seeded_model_need_not_be_built_for_that(
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3", "gemma3_vision", "t5", "qwen2_5_omni", "bert"])
-def test_a_seeded_model_is_what_is_said_of_it(name: str, seeded: Callable[[str], str]) -> None:
+def test_a_seeded_model_matches_its_description(name: str, seeded: Callable[[str], str]) -> None:
     built = json.loads(Path(seeded(name), "config.json").read_text())
     says = SEEDED_MODELS[name].known_fields
     assert {key: built[key] for key in says} == dict(says)

@@ -202,7 +202,7 @@ def test_a_stage_name_that_could_not_be_a_place_is_refused(tmp_path: Path) -> No
     assert "a name starts with a letter" in message
 
 
-def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'two_step'"):
         PipelineConfig.load("two_stp")
     assert "no such file" in error_of(tmp_path / "absent.yaml")

@@ -128,7 +128,7 @@ runtime.max_retries=-1 | runtime.max_retries: should be greater than or equal to
 
 
 @pytest.mark.parametrize(("changes", "told"), MISTAKES)
-def test_a_mistake_is_told_with_its_place(changes: str, told: str) -> None:
+def test_a_mistake_is_reported_with_its_location(changes: str, told: str) -> None:
     place = "stages.talker.placement"
     *kind, change = changes.split(" & ")
     assignments = [f"runtime.kind={each}" for each in kind]
@@ -172,7 +172,7 @@ def load(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Pipeli
     return of_a_file if request.param == "a file" else of_an_object
 
 
-def test_what_a_pipeline_says_for_its_own_runtime_is_left_behind_and_told(
+def test_settings_of_a_replaced_runtime_are_dropped_and_reported(
     load: Callable[..., PipelineConfig], caplog: pytest.LogCaptureFixture
 ) -> None:
     inline = load("inline")
@@ -373,12 +373,12 @@ def test_devices_that_are_there(placement: dict[str, Any], monkeypatch: pytest.M
     check_devices({"talker": Placement(**placement)})
 
 
-def test_nobody_waits_for_torch_where_no_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_is_not_imported_where_no_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline_config, "cuda_devices", lambda: pytest.fail("it was asked"))
     check_runtime(PipelineConfig.load("omni_speech", {"runtime.kind": "processes"}))
 
 
-def test_ray_is_said_to_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_ray_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline_config, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"not installed: pip install -e '.\[ray\]'"):
         check_runtime(PipelineConfig.load("omni_speech", ON_RAY))

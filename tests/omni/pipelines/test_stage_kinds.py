@@ -106,7 +106,7 @@ def test_its_settings_and_models_reach_its_stage(loud: Path) -> None:
     assert (first.steps, second.steps) == (3, 1)
 
 
-def test_its_mistakes_are_told_as_those_of_our_kinds(loud: Path) -> None:
+def test_its_mistakes_are_reported_like_those_of_our_kinds(loud: Path) -> None:
     assert "second.volum: unknown key; did you mean 'volume'?" in error_of(loud, volum=2)
     assert "second.volume: should be a valid integer, got '2'" in error_of(loud, volume="2")
     assert "did you mean 'llama'?" in error_of(loud, lexicon="seeded:lama")
@@ -270,7 +270,7 @@ own.py: | kind 'own.py:' must have the form
 murmurs | unknown kind 'murmurs'; .*file.py:Class.*'omni_pipeline.stage_kinds'
 """),
 )
-def test_a_file_without_that_kind_is_told(kind: str, printed: str, tmp_path: Path) -> None:
+def test_a_file_without_that_kind_is_reported(kind: str, printed: str, tmp_path: Path) -> None:
     path = in_file(tmp_path, "own.py:MurmurStageConfig")
     assert re.search(f"overrides: stages.second.kind: .*{printed}", error_of(path, kind=kind))
 

@@ -14,7 +14,7 @@ RUN = ("--requests", "24", "--faults", "8", "--kinds", "sigkill", "sigstop", "ex
 
 
 @pytest.mark.usefixtures("checkpoint_cache")
-def test_whatever_happens_to_workers_nobody_can_tell_and_nothing_is_left() -> None:
+def test_failures_of_workers_change_no_output_and_leave_nothing_behind() -> None:
     """In a separate process, so that its descriptors and children are only its own."""
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.chaos", *RUN, "--reference", "workers"],

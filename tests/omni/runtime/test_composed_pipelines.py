@@ -111,7 +111,7 @@ def test_what_is_composed_in_python_says_the_same_in_processes(
 
 
 @pytest.mark.parametrize("runtime", ["inline", RuntimeConfig(), None])
-def test_what_stages_ask_for_that_one_process_does_not_have_is_told_once(
+def test_requirements_that_one_process_cannot_meet_are_reported_once(
     runtime: str | RuntimeConfig | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = {"kind": "echo_in_tests", "final_output": "text"}
@@ -156,7 +156,7 @@ def behind_a_lambda(name: str) -> Stage:
         (behind_a_lambda, "a lambda has no name"),
     ],
 )
-def test_what_no_worker_can_build_is_told_before_anything_is_closed(
+def test_what_no_worker_can_build_is_reported_before_anything_is_closed(
     make: Callable[[str], Stage], message: str
 ) -> None:
     first = AutoregressiveStage("first", engine_config("seeded:qwen2"), sampling=GREEDY)

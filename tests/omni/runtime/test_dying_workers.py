@@ -130,7 +130,7 @@ def test_a_request_that_the_stage_ends_with_an_error_is_run_again_and_no_other(
         assert pipeline.workers.started == ["a", "b"]
 
 
-def test_a_worker_that_dies_idle_is_started_again_and_nobody_notices() -> None:
+def test_a_worker_that_dies_idle_is_restarted_unnoticed() -> None:
     with rig(chain(), max_retries=0) as pipeline:
         pipeline.workers.kill("a")
         pipeline.add({"x": "x"})
@@ -205,7 +205,7 @@ def test_a_worker_that_can_never_be_built_again_fails_what_comes_in_time(
         pipeline.workers._build = build
 
 
-def test_a_worker_without_a_place_is_tried_again_and_its_requests_are_told_meanwhile(
+def test_a_worker_without_a_node_is_retried_and_its_requests_fail_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(supervisor, "MAX_STARTS", 3)
@@ -279,7 +279,7 @@ def test_a_worker_gives_signs_of_life_while_it_builds(monkeypatch: pytest.Monkey
         assert pipeline.workers.started == ["a", "b", "b"]
 
 
-def test_a_worker_that_says_nothing_counts_as_dead() -> None:
+def test_a_silent_worker_counts_as_dead() -> None:
     """Its loop is blocked in a step; only the link reads a clock."""
     with rig(chain(), max_retries=1, stall_timeout_s=0.5) as pipeline:
         (first,) = (stage for stage in pipeline.built if stage.name == "b")

@@ -84,7 +84,7 @@ def test_what_is_no_request_is_refused_and_nothing_runs(omni: Omni, requests: An
         list(omni.stream(requests))
 
 
-def test_generate_tells_its_progress(omni: Omni) -> None:
+def test_generate_reports_its_progress(omni: Omni) -> None:
     seen: list[OmniOutput] = []
     omni.generate(["x", "y"], on_progress=seen.append)
     assert sum(output.finished for output in seen) == 2
@@ -334,7 +334,7 @@ def test_a_stage_that_cannot_read_a_requests_sampling_fails_that_request_alone(
     assert text(outputs[1]) == "b(a(y))"
 
 
-def test_a_request_whose_outputs_nobody_takes_is_aborted(make: Make) -> None:
+def test_a_request_whose_consumer_fails_is_aborted(make: Make) -> None:
     """For example those of an event loop that was closed under its coroutines."""
     with make(FakeStage("b", steps=ENDLESS)) as omni:
 
@@ -348,7 +348,7 @@ def test_a_request_whose_outputs_nobody_takes_is_aborted(make: Make) -> None:
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_outputs_that_nobody_takes_are_logged_unless_their_taker_left_before(
+def test_undeliverable_outputs_are_logged_unless_their_consumer_left_before(
     make: Make, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A coroutine leaves its stream, then its loop closes, while an output is in transit."""

@@ -141,7 +141,7 @@ def test_a_transform_does_not_wait_for_its_own_pipeline() -> None:
         )
 
 
-def test_closing_while_others_wait_leaves_nobody_waiting() -> None:
+def test_closing_ends_the_wait_of_all_others() -> None:
     stage, started = FakeStage("a", steps=ENDLESS), threading.Event()
     omni = Omni(Pipeline([stage]))
     with ThreadPoolExecutor(2) as pool:

@@ -90,7 +90,7 @@ def test_a_transform_is_told_the_request_the_prompt_and_its_sources_in_order() -
 
 
 @everywhere
-def test_deltas_add_up_to_the_text_and_are_told_once() -> None:
+def test_deltas_add_up_to_the_text_and_are_sent_once() -> None:
     stages = [FakeStage("a", steps=3), FakeStage("b", ("a",), steps=4), FakeStage("c", steps=6)]
     orchestrator = WholeOrchestrator(Pipeline(stages))
     orchestrator.add_request(OmniRequest("prompt", "x"))

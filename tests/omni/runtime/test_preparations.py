@@ -123,7 +123,7 @@ def test_an_abort_reaches_a_request_that_is_being_prepared(
         assert not pipeline.stages["writer"].has_unfinished_requests
 
 
-def test_whoever_leaves_while_a_request_is_prepared_leaves_nothing(omni: Omni, gate: Gate) -> None:
+def test_leaving_while_a_request_is_prepared_leaves_nothing_behind(omni: Omni, gate: Gate) -> None:
     outputs = omni.stream([OmniRequest("slow", "s"), OmniRequest("fast", "f")])
     ended(outputs)
     outputs.close()
@@ -150,7 +150,7 @@ def test_what_cannot_run_is_refused_alone(omni: Omni, gate: Gate) -> None:
             assert output.stages == {} and output.refused
 
 
-def test_two_of_one_id_are_found_out_while_the_first_is_prepared(omni: Omni, gate: Gate) -> None:
+def test_a_duplicate_id_is_refused_while_the_first_is_prepared(omni: Omni, gate: Gate) -> None:
     outputs = omni.stream([OmniRequest("slow", "s"), OmniRequest("fast", "s")])
     assert "belongs to a request that is still running" in str(ended(outputs).error)
     gate.open()
@@ -167,7 +167,7 @@ def test_closing_ends_what_is_being_prepared(omni: Omni, gate: Gate) -> None:
         closing.result(PATIENCE_S)
 
 
-def test_nobody_is_paused_for_while_a_request_is_prepared(omni: Omni, gate: Gate) -> None:
+def test_a_pipeline_is_not_lent_out_while_a_request_is_prepared(omni: Omni, gate: Gate) -> None:
     with ThreadPoolExecutor(1) as other:
         slow = other.submit(omni.generate, "slow")
         assert gate.reached.wait(PATIENCE_S)
@@ -254,7 +254,7 @@ def test_a_large_prompt_is_prepared_aside_behind_another_stage_as_well(
     assert not reader.held
 
 
-def test_a_request_refused_behind_another_stage_tells_what_there_was(gate: Gate) -> None:
+def test_a_request_refused_by_a_later_stage_keeps_earlier_outputs(gate: Gate) -> None:
     gate.open()
     reader = SlowStage("reader", ("writer",), refuse={"bad"})
     reader.gate = gate

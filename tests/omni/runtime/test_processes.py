@@ -119,7 +119,7 @@ def test_nothing_is_left_when_it_is_closed() -> None:
     assert os.listdir("/dev/shm") == shared
 
 
-def test_who_drove_the_stages_for_a_while_is_not_told_of_their_news_any_more() -> None:
+def test_a_temporary_driver_of_the_stages_is_no_longer_notified() -> None:
     """The driver would sleep until a worker counts as dead."""
     config = PipelineConfig.load("two_step", {"runtime.stall_timeout_s": 1e6})
     with in_processes(config) as omni:
@@ -133,7 +133,7 @@ def test_who_drove_the_stages_for_a_while_is_not_told_of_their_news_any_more() -
 
 @pytest.mark.parametrize("victim", ["thinker", "talker", "code2wav"])
 @pytest.mark.parametrize("after", [0, 3])
-def test_a_worker_that_is_killed_while_it_works_is_missed_by_nobody(
+def test_killing_a_busy_worker_changes_no_output(
     victim: str, after: int, speaker: Omni, speeches: list[OmniOutput]
 ) -> None:
     before = speaker.stats()["thinker"].generated_tokens

@@ -157,7 +157,7 @@ def spoken(omni: Omni, at_first_sound: Callable[[], object] = lambda: None) -> S
 @pytest.mark.parametrize(
     ("victim", "how"), [("talker", signal.SIGSTOP), ("code2wav", signal.SIGKILL)]
 )
-def test_an_actor_that_dies_is_missed_by_nobody(
+def test_the_death_of_an_actor_changes_no_output(
     speaking: Omni, speeches: Spoken, victim: str, how: signal.Signals
 ) -> None:
     (before,) = pids_of(speaking, victim)
@@ -182,7 +182,9 @@ def test_without_its_token_a_cluster_is_not_joined(ray_cluster: SessionCluster) 
         check_is_ray(ray_cluster.address)
 
 
-def test_what_actors_log_says_whose_it_is(speaking: Omni, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_records_of_actors_name_their_source(
+    speaking: Omni, caplog: pytest.LogCaptureFixture
+) -> None:
     speaking.generate(OmniRequest("hm", "asked"))
     (record,) = (each for each in caplog.records if each.getMessage() == "has a request")
     assert record.name == "omni.tests.fake_speech"

@@ -75,7 +75,7 @@ def ask(orchestrator: WholeOrchestrator, *request_ids: str) -> dict[str, OmniOut
     return last_outputs(orchestrator)
 
 
-def test_requests_of_which_nothing_was_told_start_again() -> None:
+def test_requests_without_sent_output_are_restarted() -> None:
     """The stage feeds another one, so its output is sent only when it has finished."""
     fragile = Fragile("b", sources=("a",), final=False, steps=3)
     stages = [FakeStage("a", steps=1), fragile, FakeStage("c", ("b",))]
@@ -93,7 +93,7 @@ def test_requests_of_which_nothing_was_told_start_again() -> None:
         stage.check_integrity()
 
 
-def test_a_request_that_was_heard_of_fails_and_the_next_one_works() -> None:
+def test_a_request_with_sent_output_fails_and_the_next_one_works() -> None:
     fragile = Fragile("a", steps=4)
     orchestrator = WholeOrchestrator(Pipeline([fragile, FakeStage("beside", steps=9)]))
     orchestrator.add_request(OmniRequest("x", "x"))
@@ -160,7 +160,7 @@ def test_a_stage_that_cannot_be_built_now_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize("turns", range(0, 30, 4))
-def test_a_streamed_request_is_heard_of_by_the_stage_behind(turns: int) -> None:
+def test_a_streamed_request_has_sent_output_to_the_next_stage(turns: int) -> None:
     """A streamed request cannot start again; those not begun, or finished here, continue."""
 
     class Breaking(Thinker):
@@ -249,7 +249,7 @@ def engines_of(pipeline: Pipeline) -> list[LLMEngine | EncoderEngine]:
 @pytest.mark.parametrize("mends", [False, True])
 @pytest.mark.parametrize("error", [MemoryError, OSError])
 @pytest.mark.parametrize("turn", [0, 1, 3, 9])
-def test_a_pipeline_goes_on_whatever_line_of_whatever_stage_broke_an_engine(
+def test_a_pipeline_continues_after_an_error_at_any_line_of_any_stage(
     rig: Rig, error: type[Exception], turn: int, mends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault comes at a line of the step, and maybe another one while the engine recovers.

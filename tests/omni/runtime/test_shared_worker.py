@@ -97,7 +97,7 @@ def test_a_voice_has_its_other_names_there_too() -> None:
     assert narrator == ethan != chelsie
 
 
-def test_what_its_user_knows_of_a_stage_is_what_it_says(writer: PipelineConfig) -> None:
+def test_a_remote_stage_has_the_properties_of_the_stage(writer: PipelineConfig) -> None:
     with Omni(writer) as inline, apart(writer) as (omni, _):
         ours, theirs = omni.pipeline.stages["writer"], inline.pipeline.stages["writer"]
         for name in ("hidden_size", "dtype", "sampling", "seed", "speakers", "has_cache"):
@@ -143,7 +143,7 @@ def test_a_composed_pipeline_needs_another_runtime() -> None:
         Omni(Pipeline([FakeStage("a")]), apart=True)
 
 
-def test_a_stage_that_cannot_be_built_is_told_with_its_name() -> None:
+def test_a_stage_that_cannot_be_built_is_named() -> None:
     config = fake_speech(INLINE, talker={"tail": -1})
     refused = pytest.raises(ValueError, match="stage 'talker': tail must not be negative, got -1")
     with refused, apart(config):

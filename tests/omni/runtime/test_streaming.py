@@ -135,7 +135,7 @@ def test_first_sound_comes_while_the_thinker_still_thinks() -> None:
 
 
 @over_every_transport
-def test_sound_and_text_are_told_once_and_add_up() -> None:
+def test_sound_and_text_are_sent_once_and_add_up() -> None:
     outputs = drain(start(speech_stages((2, 3), thinker={"steps_per_token": 3})))
     for of_request in outputs.values():
         text = "".join(output.stages["thinker"].delta for output in of_request)
@@ -178,7 +178,7 @@ class Told(StageWorker):
         (2, ("text",), True, list(sorted(Thinker.makes))),
     ],
 )
-def test_whole_tensors_are_told_only_where_somebody_needs_them(
+def test_whole_tensors_are_sent_only_where_they_are_needed(
     chunk: int | None,
     final_output: tuple[str, ...],
     is_heard: bool,
@@ -244,7 +244,7 @@ def test_a_drained_queue_resumes_the_source_at_once() -> None:
 
 
 @everywhere
-def test_a_pause_is_lifted_rather_than_that_everything_stands_still() -> None:
+def test_a_pause_is_lifted_to_avoid_a_deadlock() -> None:
     """x is in the talker and waits for the thinker, where y is, which is paused."""
     prompts = {"x": PROMPTS["x"], "y": PROMPTS["z"]}
     waiting = WaitingChunks(thinker_to_talker)

@@ -24,7 +24,7 @@ def run(omni: Omni, request: OmniRequest) -> list[OmniOutput]:
 
 @pytest.mark.parametrize("runtime", ["inline", "processes"])
 @pytest.mark.usefixtures("checkpoint_cache")
-def test_every_stage_is_told_also_one_that_the_user_gets_nothing_of(runtime: str) -> None:
+def test_every_stage_is_reported_also_one_without_output_for_the_user(runtime: str) -> None:
     config = PipelineConfig.load("two_step", HIDDEN_WRITER)
     before = time.monotonic()
     with Omni(config, runtime=runtime) as omni:
@@ -45,7 +45,7 @@ def test_every_stage_is_told_also_one_that_the_user_gets_nothing_of(runtime: str
 
 
 @pytest.mark.usefixtures("checkpoint_cache")
-def test_a_request_that_fails_tells_how_far_it_came() -> None:
+def test_a_failed_request_reports_how_far_it_came() -> None:
     with Omni("two_step") as omni:
         # The writer's limit, with an output too long for the reader.
         request = OmniRequest("x", request_id="gone", sampling={"writer": {"max_tokens": 400}})

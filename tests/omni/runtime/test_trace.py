@@ -76,7 +76,7 @@ def test_stages_are_processes_and_requests_are_tracks(tmp_path: Path) -> None:
     assert sorted(order.values()) == [0, 1_000, 2_000]
 
 
-def test_pauses_and_waits_for_input_are_told(tmp_path: Path) -> None:
+def test_pauses_and_waits_for_input_are_recorded(tmp_path: Path) -> None:
     """A slow vocoder pauses the talker; a slow talker keeps it waiting."""
     traced(tmp_path / "slow.json", speech_stages(**SLOW_VOCODER))
     events = read_trace(tmp_path / "slow.json")
@@ -91,7 +91,7 @@ def test_pauses_and_waits_for_input_are_told(tmp_path: Path) -> None:
     assert "resting" in names_of(events, "thinker", "z")
 
 
-def test_what_goes_from_stage_to_stage_is_told_with_its_bytes(tmp_path: Path) -> None:
+def test_transfers_between_stages_are_recorded_with_their_bytes(tmp_path: Path) -> None:
     outputs = traced(tmp_path / "out.json", [FakeStage("a"), FakeStage("b", ("a",))], {"x": "hi"})
     transfers = [each for each in read_trace(tmp_path / "out.json") if each["name"] == "transfer"]
     begin, end = transfers
@@ -113,7 +113,7 @@ def test_every_chunk_of_a_streamed_edge_is_a_transfer(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("checkpoint_cache")
-def test_a_hit_is_told_where_it_happened(tmp_path: Path) -> None:
+def test_a_hit_is_recorded_where_it_happened(tmp_path: Path) -> None:
     prompt = "Once upon a time, in a house by the sea, a clock told all the time"
     file = tmp_path / "out.json"
     with Omni("two_step", trace=file) as omni:
@@ -194,7 +194,7 @@ def test_replicas_are_processes_of_their_own(tmp_path: Path) -> None:
     assert names_of(events, "a", "x") == names_of(events, "a (replica 1)", "x") == ["step"]
 
 
-def test_the_death_of_a_worker_and_what_is_run_again_are_told(
+def test_the_death_of_a_worker_and_retries_are_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The talker dies when it has taken a chunk; all of them are sent to its next worker."""
@@ -349,7 +349,7 @@ def test_a_pipeline_that_cannot_be_built_leaves_no_trace(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_trace_is_json_whatever_a_request_is_called(tmp_path: Path) -> None:
+def test_a_trace_is_json_for_any_request_id(tmp_path: Path) -> None:
     name = 'a "name"\n\\ \ud83d\ude00'.encode("utf-16", "surrogatepass").decode("utf-16")
     traced(tmp_path / "out.json", [FakeStage("a")], {name: "hi"})
     assert names_of(read_trace(tmp_path / "out.json"), "a", name)[-1] == "step"

@@ -206,7 +206,7 @@ def test_failed_build_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [path.suffix for path in (tmp_path / "seeded").iterdir()] == [".lock"]
 
 
-def test_a_flipped_byte_is_found_and_the_model_built_anew(
+def test_a_flipped_byte_is_found_and_the_model_rebuilt(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     weights = Path(resolve_model("seeded:qwen2", tmp_path)) / "model.safetensors"

@@ -121,7 +121,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, corruption: Callable[[], None]) -> No
     monkeypatch.setattr(verify_module, "_run", run)
 
 
-def test_cached_equals_uncached_and_hits_are_told(omni: Omni) -> None:
+def test_cached_equals_uncached_and_hits_are_reported(omni: Omni) -> None:
     report = verify(omni, REQUESTS)
     assert report.equal, report.lines()
     assert report.failures == ()
@@ -254,7 +254,7 @@ def test_switches_are_put_back_and_nothing_is_held(omni: Omni) -> None:
     assert omni.generate(REQUESTS[0])[0].error is None
 
 
-def test_requests_that_fail_are_told_and_the_others_compared(omni: Omni) -> None:
+def test_failed_requests_are_reported_and_the_others_compared(omni: Omni) -> None:
     bad = [
         OmniRequest(TokensPrompt((10**6,)), "unknown token"),
         OmniRequest("x", "unknown stage", sampling={"wrter": {}}),
@@ -600,7 +600,7 @@ def test_without_a_hit_nothing_was_proven(seeded: Callable[[str], str]) -> None:
     assert all(line.endswith("nothing was proven of this stage") for line in told)
 
 
-def test_a_stage_that_is_not_hit_is_told_beside_one_that_is(proving: Omni) -> None:
+def test_a_stage_without_hits_is_reported_next_to_one_with_hits(proving: Omni) -> None:
     report = verify(proving, PROVING)
     assert report.has_hits
     assert not any("nothing was proven" in line.lower() for line in report.lines())
@@ -647,7 +647,9 @@ def test_plain_strings_are_requests(proving: Omni, requests: Any) -> None:
         (None, 3, "requests must be a prompt"),
     ],
 )
-def test_what_is_no_omni_or_no_request_is_told(proving: Any, requests: Any, message: str) -> None:
+def test_arguments_that_are_no_omni_or_no_request_are_refused(
+    proving: Any, requests: Any, message: str
+) -> None:
     with Omni(Pipeline([FakeStage("a")])) as own, pytest.raises(ValueError, match=message):
         verify(own if proving is None else proving, requests)
 
