@@ -2,7 +2,7 @@
 
     python -m benchmarks.qwen_omni_3b [--folder ~/.cache/omni-pipeline/qwen-omni-3b] [--tokens 32]
 
-Writes a checkpoint of random weights once (8.4 GB), in the layout of the published ones: the
+Writes a checkpoint of random weights once (7.0 GB), in the layout of the published ones: the
 products of the thinker's layers in GPTQ of 4 bits, groups of 128, all else in bfloat16. Then runs
 the shipped pipeline on it, streamed: a spoken question of three seconds, an answer of so many
 tokens, and its speech. Random weights never end a sequence, so both lengths are fixed.
@@ -45,7 +45,7 @@ from omni import AutoregressiveStage, Omni, OmniOutput
 from omni.seeded.omni import build_qwen2_5_omni
 
 GROUP, SHARD_BYTES = 128, 4 << 30
-RATE = 16_000
+RATE, NUM_CODES = 16_000, 8192
 PUBLISHED = {
     "thinker_config.text_config": {
         "vocab_size": 151936,
@@ -118,6 +118,9 @@ def write_checkpoint(folder: Path) -> None:
         model = Qwen2_5OmniForConditionalGeneration(Qwen2_5OmniConfig(**config))
     config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
     write_shards(folder, model.state_dict())
+    processors = json.loads((folder / "preprocessor_config.json").read_text())
+    processors["feature_size"] = config["thinker_config"]["audio_config"]["num_mel_bins"]
+    (folder / "preprocessor_config.json").write_text(json.dumps(processors, indent=2))
     voices = torch.load(folder / "spk_dict.pt", weights_only=True)
     dit = config["token2wav_config"]["dit_config"]
     for voice in voices.values():
@@ -157,7 +160,10 @@ def plain(name: str, outline: Tensor) -> Tensor:
     weight = torch.empty(outline.shape, dtype=torch.bfloat16)
     if weight.ndim >= 2:
         is_embedding = "embed" in name and "proj" not in name and weight.ndim == 2
-        return weight.normal_(0, 1 if is_embedding else 0.5 * weight[0].numel() ** -0.5)
+        weight.normal_(0, 1 if is_embedding else 0.5 * weight[0].numel() ** -0.5)
+        if name == "talker.codec_head.weight":
+            weight[NUM_CODES:] = 0  # control tokens, which a trained talker does not sample
+        return weight
     return weight.normal_(float("norm" in name and name.endswith("weight")), 0.02)
 
 
