@@ -4,11 +4,8 @@
 
 Writes a checkpoint of random weights once (7.0 GB), in the layout of the published ones: the
 products of the thinker's layers in GPTQ of 4 bits, groups of 128, all else in bfloat16. Then runs
-the shipped pipeline on it, streamed: a spoken question of three seconds, an answer of so many
-tokens, and its speech. Random weights never end a sequence, so both lengths are fixed.
-
-The floor of a stage is the time to read its weights once per token from memory, at the rate at
-which this machine sums numbers.
+the shipped pipeline on it, one stage after another: a spoken question of three seconds, an answer
+of so many tokens, and its speech. Random weights never end a sequence, so the lengths are fixed.
 """
 
 from __future__ import annotations
@@ -38,7 +35,6 @@ from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import (
     Qwen2_5OmniDiTConfig,
 )
 
-from benchmarks.pocket_tts import bytes_per_second
 from engine import AudioPrompt, ChatPrompt
 from engine.files.disk_cache import cache_root
 from omni import AutoregressiveStage, Omni, OmniOutput
@@ -95,14 +91,14 @@ PUBLISHED = {
     "token2wav_config.dit_config": Qwen2_5OmniDiTConfig().to_dict(),
     "token2wav_config.bigvgan_config": Qwen2_5OmniBigVGANConfig().to_dict(),
 }
-"""Where the published config differs from the seeded one's."""
+"""Fields in which the published config differs from the seeded one."""
 
 PLACES = {
     "thinker.model.audio_tower.": "thinker.audio_tower.",
     "thinker.model.visual.": "thinker.visual.",
     "thinker.model.language_model.": "thinker.model.",
 }
-"""Where published files have what transformers' modules hold."""
+"""Names in published files of what transformers' modules hold."""
 
 
 def write_checkpoint(folder: Path) -> None:
@@ -209,13 +205,13 @@ def ask(omni: Omni) -> OmniOutput:
     return output
 
 
-def report(omni: Omni, output: OmniOutput, rate: float) -> Table:
-    """What each stage took of one answer."""
+def report(omni: Omni, output: OmniOutput) -> Table:
+    """Tabulate the time of each stage for one answer."""
     sound = output.stages["code2wav"].audio
     assert sound is not None
     seconds = sound.duration_s
     table = Table(title=f"{seconds:.2f} s of sound")
-    columns = ("stage", "tokens", "s", "first token s", "ms a token", "floor ms", "of real time")
+    columns = ("stage", "tokens", "s", "first token s", "ms a token", "of real time")
     for column in columns:
         table.add_column(column, justify="left" if column == "stage" else "right")
     whole = 0.0
@@ -223,21 +219,18 @@ def report(omni: Omni, output: OmniOutput, rate: float) -> Table:
         assert each.ended_s is not None
         took = each.ended_s - each.entered_s
         whole += took
-        cells = ["", "", "", ""]
-        stage = omni.pipeline.stages[each.stage]
-        if isinstance(stage, AutoregressiveStage):
+        cells = ["", "", ""]
+        if isinstance(omni.pipeline.stages[each.stage], AutoregressiveStage):
             first = each.first_token_s or 0.0
-            floor = stage.engine.memory_plan.weights_bytes / rate
             decode = (took - first) / max(each.num_tokens - 1, 1)
-            times = f"{first:.2f}", f"{decode * 1e3:.0f}", f"{floor * 1e3:.0f}"
-            cells = [str(each.num_tokens), *times]
+            cells = [str(each.num_tokens), f"{first:.2f}", f"{decode * 1e3:.0f}"]
         table.add_row(each.stage, cells[0], f"{took:.1f}", *cells[1:], f"{took / seconds:.2f}")
-    table.add_row("all", "", f"{whole:.1f}", "", "", "", f"{whole / seconds:.2f}")
+    table.add_row("all", "", f"{whole:.1f}", "", "", f"{whole / seconds:.2f}")
     return table
 
 
 def peak_gib() -> float:
-    """Most memory that this process has had so far."""
+    """Return the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
@@ -250,12 +243,11 @@ def main() -> None:
     if not (args.folder / "model.safetensors.index.json").is_file():
         write_checkpoint(args.folder)
     started = time.perf_counter()
-    rate = bytes_per_second()
     with pipeline(args.folder, args.tokens, args.codes) as omni:
         print(f"loaded in {time.perf_counter() - started:.0f} s, peak {peak_gib():.1f} GiB")
         ask(omni)  # warms up
-        Console(width=110).print(report(omni, ask(omni), rate))
-        print(f"peak {peak_gib():.1f} GiB, {rate / 1e9:.1f} GB/s")
+        Console(width=110).print(report(omni, ask(omni)))
+        print(f"peak {peak_gib():.1f} GiB")
 
 
 if __name__ == "__main__":
