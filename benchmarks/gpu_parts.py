@@ -173,7 +173,11 @@ def config_of(shape: str) -> Qwen2Config:
 
 
 def _random_weights(
-    checkpoint: Checkpoint, device: torch.device, build: Any, places_of: Callable[[Any], Any]
+    checkpoint: Checkpoint,
+    device: torch.device,
+    build: Any,
+    places_of: Callable[[Any], Any],
+    check: Callable[[Any], object],
 ) -> Any:
     """Build the model with random weights on its device, instead of loading a checkpoint."""
     model = build(device)
