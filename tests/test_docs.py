@@ -50,8 +50,8 @@ def test_every_page_is_in_the_contents_once() -> None:
 
 
 def test_the_python_reference_has_all_that_is_exported() -> None:
-    told = re.findall(r"^::: omni\.(\w+)$", (DOCS / "python.md").read_text("utf-8"), re.M)
-    assert sorted(told) == public_names(omni)
+    message = re.findall(r"^::: omni\.(\w+)$", (DOCS / "python.md").read_text("utf-8"), re.M)
+    assert sorted(message) == public_names(omni)
 
 
 def test_every_page_but_those_that_are_included_begins_with_an_example() -> None:
@@ -116,7 +116,7 @@ def test_a_command_in_a_page_has_those_arguments(command: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("docstring", "told"),
+    ("docstring", "message"),
     [
         ("See :class:`~stages.stage.Stage`.", "See `Stage`."),
         ("See :func:`engine.add` and ``x``.", "See `engine.add` and `x`."),
@@ -125,8 +125,8 @@ def test_a_command_in_a_page_has_those_arguments(command: str) -> None:
         ("from a::b and a: b", "from a::b and a: b"),
     ],
 )
-def test_docstrings_become_markdown(docstring: str, told: str) -> None:
-    assert as_markdown(docstring) == told
+def test_docstrings_become_markdown(docstring: str, message: str) -> None:
+    assert as_markdown(docstring) == message
 
 
 def anchors(file: Path) -> set[str]:

@@ -60,14 +60,14 @@ def too_long(source: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("name", "planted", "told"),
+    ("name", "planted", "message"),
     [
         ("utils", '"""Says."""', "utils is no noun for what is in it"),
         ("noun", "x = 1", "no module docstring"),
     ],
 )
-def test_a_planted_wrong_name_is_found(name: str, planted: str, told: str):
-    assert list(wrongly_named(name, planted)) == [told]
+def test_a_planted_wrong_name_is_found(name: str, planted: str, message: str):
+    assert list(wrongly_named(name, planted)) == [message]
     assert not list(wrongly_named("__main__", '"""Says."""'))
 
 
@@ -80,7 +80,7 @@ def wrongly_named(name: str, source: str) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("planted", "told"),
+    ("planted", "message"),
     [
         ("class A:\n" + "    x = 1\n" * 600, "line 1: class A has 601 lines, of at most 600"),
         ("def f():\n" + "    x = 1\n" * 60, "line 1: f has 61 lines, of at most 60"),
@@ -104,8 +104,8 @@ def wrongly_named(name: str, source: str) -> Iterator[str]:
         ),
     ],
 )
-def test_a_planted_large_thing_is_found(planted: str, told: str):
-    assert list(too_large(planted)) == [told]
+def test_a_planted_large_thing_is_found(planted: str, message: str):
+    assert list(too_large(planted)) == [message]
 
 
 def test_things_that_just_fit_are_not_found():

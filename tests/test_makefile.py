@@ -135,8 +135,10 @@ def test_the_last_line_of_make_test_is_that_of_pytest(tmp_path: Path):
 @pytest.mark.parametrize("target", ["lint", "docs"])
 def test_a_link_of_the_documentation_that_leads_nowhere_fails(target: str, tmp_path: Path):
     """--strict makes it an error, and --quiet would undo that."""
-    told = 'echo "$*" >> ' + str(tmp_path / "asked") + '; case "$*" in *--strict*) exit 1;; esac'
-    done = make(tools(tmp_path, python=told), target)
+    reported = (
+        'echo "$*" >> ' + str(tmp_path / "asked") + '; case "$*" in *--strict*) exit 1;; esac'
+    )
+    done = make(tools(tmp_path, python=reported), target)
     assert done.returncode
     (asked,) = (tmp_path / "asked").read_text().splitlines()
     assert asked.startswith("-m mkdocs build --strict") and "--quiet" not in asked

@@ -56,8 +56,8 @@ def test_no_class_name_occurs_twice():
         for file in modules(package)
     }
     found = doubles(sources)
-    told = [f"{name}: {', '.join(files)}" for name, files in found.items() if name not in TWICE]
-    assert not told, "several meanings of one word; rename all but one:\n" + "\n".join(told)
+    reported = [f"{name}: {', '.join(files)}" for name, files in found.items() if name not in TWICE]
+    assert not reported, "several meanings of one word; rename all but one:\n" + "\n".join(reported)
     assert not set(TWICE) - set(found), "exceptions that are needed no more"
 
 

@@ -140,13 +140,13 @@ UNFINDABLE = {
 def test_a_transform_that_cannot_be_imported_is_refused_with_its_stage(
     case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, told = UNFINDABLE[case]
+    make, message = UNFINDABLE[case]
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     transform = make()
     stages = {"a": FakeStage("a"), "b": FakeStage("b", ("a",), transform=transform)}
     with pytest.raises(ValueError, match="stage 'b': transform '") as caught:
         check_portable(stages)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     config = AutoregressiveStageConfig(
         kind="autoregressive",
         model="seeded:qwen2",
@@ -176,12 +176,12 @@ def test_a_transform_named_by_the_main_script_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("no_such_module:mine", "cannot be imported in a worker: ModuleNotFoundError: No module"),
         ("tests.stages.test_portable:mine", "'tests.stages.test_portable' has no 'mine'"),
     ],
 )
-def test_a_failed_import_names_its_cause(name: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_a_failed_import_names_its_cause(name: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         load_by_name(name)

@@ -72,19 +72,19 @@ class Browser:
         message = {"id": self._number, "method": method, "params": params}
         self._socket.send(json.dumps(message))
         while True:
-            told = json.loads(self._socket.recv(timeout=60))
-            self._note(told)
-            if told.get("id") == self._number:
-                assert "error" not in told, told
-                return told["result"]
+            reported = json.loads(self._socket.recv(timeout=60))
+            self._note(reported)
+            if reported.get("id") == self._number:
+                assert "error" not in reported, reported
+                return reported["result"]
 
     def run(self, script: str) -> Any:
         """Evaluate an expression, awaiting it; return its value."""
-        told = self.send(
+        reported = self.send(
             "Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True
         )
-        assert "exceptionDetails" not in told, told
-        return told["result"].get("value")
+        assert "exceptionDetails" not in reported, reported
+        return reported["result"].get("value")
 
     def wait_for(self, script: str, seconds: float = 60) -> Any:
         """Return the value of an expression as soon as it is true."""
@@ -102,11 +102,11 @@ class Browser:
                 text=key, windowsVirtualKeyCode=number,
             )  # fmt: skip
 
-    def _note(self, told: Any) -> None:
-        params = told.get("params", {})
-        if told.get("method") == "Runtime.exceptionThrown":
+    def _note(self, reported: Any) -> None:
+        params = reported.get("params", {})
+        if reported.get("method") == "Runtime.exceptionThrown":
             self.problems.append(str(params["exceptionDetails"]))
-        if told.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
+        if reported.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
             self.problems.append(str(params["entry"]))
 
     def _page_address(self) -> str:

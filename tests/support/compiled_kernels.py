@@ -189,13 +189,13 @@ def resources(compiled: Any) -> dict[str, int]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        told = subprocess.run(
+        reported = subprocess.run(
             [program, "--dump-resource-usage", file.name],
             check=True,
             capture_output=True,
             text=True,
         ).stdout
-    found = dict(re.findall(r"(REG|STACK):(\d+)", told))
+    found = dict(re.findall(r"(REG|STACK):(\d+)", reported))
     return {"registers": int(found["REG"]), "stack_bytes": int(found["STACK"])}
 
 

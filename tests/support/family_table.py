@@ -79,10 +79,10 @@ def shown_by(items: Iterable[pytest.Item]) -> Shown:
     for item in items:
         values = _words(getattr(item, "callspec", None))
         for mark in item.iter_markers("shows"):
-            told = {*mark.args, mark.kwargs.get("layout", "")}
-            told |= set(_FORMATS) & values if "formats" in told else set()
+            reported = {*mark.args, mark.kwargs.get("layout", "")}
+            reported |= set(_FORMATS) & values if "formats" in reported else set()
             for family in {mark.kwargs["of"]} if "of" in mark.kwargs else values & set(_NAMES):
-                shown[family] |= told
+                shown[family] |= reported
     return shown
 
 
@@ -119,16 +119,18 @@ def table_of(shown: Shown) -> str:
     ]
     modalities = _modalities()
     for family, name in _NAMES.items():
-        told = shown.get(family, set())
+        reported = shown.get(family, set())
         lacks = {"images": "image", "audio": "audio"}
         cells = [
             "–"
             if column in lacks and lacks[column] not in modalities[family]
-            else "✓" * (column in told)
+            else "✓" * (column in reported)
             for column in _COLUMNS
         ]
-        formats = ["float32"] * ("parity" in told) + [each for each in _FORMATS if each in told]
-        layouts = [each for each in told if "/" in each]
+        formats = ["float32"] * ("parity" in reported) + [
+            each for each in _FORMATS if each in reported
+        ]
+        layouts = [each for each in reported if "/" in each]
         largest = f"`{max(layouts, key=_billions)}`" if layouts else ""
         lines.append(f"| {' | '.join([name, *cells, ', '.join(formats), largest])} |")
     return "\n".join(lines) + "\n"

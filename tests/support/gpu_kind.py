@@ -47,8 +47,8 @@ class GpuKindConfig(StageConfig):
 def where_it_lies(context: TransformContext) -> TextPrompt:
     """Return the kind of device and the sum of each of the source's tensors."""
     (source,) = context.sources
-    told = (
+    reported = (
         f"{name}: {tensor.device.type} {tensor.cpu().double().sum():.0f}"
         for name, tensor in source.tensors.items()
     )
-    return TextPrompt(", ".join(told))
+    return TextPrompt(", ".join(reported))

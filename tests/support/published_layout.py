@@ -47,8 +47,8 @@ def publish(folder: str | Path, target: Path) -> Path:
     if config["model_type"] == "qwen2_5_omni":
         eos = config["thinker_config"]["text_config"].pop("eos_token_id")
         config["thinker_config"]["eos_token_id"] = eos
-        told = {"_from_model_config": True, "transformers_version": "4.50.0.dev0"}
-        (target / "generation_config.json").write_text(json.dumps(told))
+        reported = {"_from_model_config": True, "transformers_version": "4.50.0.dev0"}
+        (target / "generation_config.json").write_text(json.dumps(reported))
     (target / "config.json").write_text(json.dumps(config, indent=2))
     template = target / "chat_template.jinja"
     if template.is_file():

@@ -156,14 +156,14 @@ _PLACES = {
 def lose_together(cluster: Any) -> None:
     """Lose the nodes while one stage has requests, which end and report what has no node left."""
     node = cluster.add_node(**_SPECIAL)
-    told: list[str | None] = []
+    reported: list[str | None] = []
     with Omni("two_step", overrides=_PLACES | {"runtime.address": cluster.address}) as omni:
 
         def ask() -> None:
             for output in omni.stream([OmniRequest(f"{number} times") for number in range(32)]):
                 has_begun.set()
                 if output.finished:
-                    told.append(output.error)
+                    reported.append(output.error)
 
         has_begun = threading.Event()
         thread = threading.Thread(target=ask)
@@ -174,10 +174,10 @@ def lose_together(cluster: Any) -> None:
             thread.join(PATIENCE_S)
             wait_for(lambda: all(_state(omni, name) == "waiting" for name in ("writer", "reader")))
         (later,) = omni.generate(["hello"])
-        told.append(later.error)
-    for error in told:
-        assert error is not None and "special" in error, told
-    assert "stage 'reader' was lost with it" in str(told[0]), told
+        reported.append(later.error)
+    for error in reported:
+        assert error is not None and "special" in error, reported
+    assert "stage 'reader' was lost with it" in str(reported[0]), reported
 
 
 def _state(omni: Omni, stage: str) -> str:

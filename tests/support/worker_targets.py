@@ -28,7 +28,7 @@ def echo(sock: socket.socket, argument: bytes) -> None:
 
 def describe(sock: socket.socket, argument: bytes) -> None:
     """Send the properties of the process as JSON; end on request."""
-    told = {
+    reported = {
         "fds": {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:-1]},
         "threads": torch.get_num_threads(),
         "python_threads": threading.active_count(),
@@ -42,7 +42,7 @@ def describe(sock: socket.socket, argument: bytes) -> None:
         "main": sys.modules["__main__"].__dict__.get("__file__"),
     }
     print(argument.decode())
-    sock.sendall(json.dumps(told).encode())
+    sock.sendall(json.dumps(reported).encode())
     sock.shutdown(socket.SHUT_WR)
     sock.recv(1)
 

@@ -329,7 +329,7 @@ def test_sections_must_add_up():
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"rope_type": "spiral"}, "rope_type 'spiral'; known are default, .*yarn"),
         ({"rope_type": ["default"]}, "rope_type must be a name, got"),
@@ -339,10 +339,10 @@ def test_sections_must_add_up():
         ({"rope_type": "yarn"}, "rope_parameters .* cannot be used: KeyError: 'factor'"),
     ],
 )
-def test_invalid_rope_parameters_are_refused(changes: dict[str, Any], told: str) -> None:
+def test_invalid_rope_parameters_are_refused(changes: dict[str, Any], message: str) -> None:
     config = config_for(VARIANTS["default"])
     config.rope_parameters = VARIANTS["default"] | changes
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         rope_frequencies(config, MAX_LEN)
 
 

@@ -380,11 +380,11 @@ def test_the_encoders_rows_are_reserved_and_planned_at_the_start(
     family: Family, dtype: Literal["float32", "bfloat16"]
 ) -> None:
     engine = build(family.folder, dtype=dtype)
-    told = dict(engine.memory_plan.stage_output_bytes)
-    assert told.keys() == set(OUTPUTS)
+    reported = dict(engine.memory_plan.stage_output_bytes)
+    assert reported.keys() == set(OUTPUTS)
     (output,) = engine.generate(family.cases[0].prompt, GREEDY)
     assert output.error is None
-    assert engine._kv.outputs.nbytes_by_name == told
+    assert engine._kv.outputs.nbytes_by_name == reported
 
 
 def test_an_input_that_can_never_fit_is_refused_at_once(seeded: Callable[[str], str]) -> None:

@@ -366,8 +366,8 @@ def test_explain_reports_the_source_of_each_parameter(stating: Callable[..., str
         "sampling": {"max_tokens": 5, "top_p": 0.9},
         "final_output": "text",
     }
-    config = PipelineConfig.model_validate({"name": "told", "stages": {"writer": stage}})
-    told = describe_memory(config)
+    config = PipelineConfig.model_validate({"name": "reported", "stages": {"writer": stage}})
+    reported = describe_memory(config)
     for line in (
         "max_tokens: 5 (pipeline)",
         "top_p: 0.9 (pipeline)",
@@ -376,7 +376,7 @@ def test_explain_reports_the_source_of_each_parameter(stating: Callable[..., str
         "min_p: 0.0 (default)",
         "n: 1 (default)",
     ):
-        assert f"      {line}" in told.splitlines()
+        assert f"      {line}" in reported.splitlines()
     settings = describe_config(config)
     assert "temperature 1.0" in settings and "\n      temperature: " not in settings
 
@@ -391,19 +391,21 @@ def test_explain_reports_the_end_and_suppressed_tokens_of_the_checkpoint(
         "bad_words_ids": [[8], [9, 10]],
     }
     stage = {"kind": "autoregressive", "model": stating(**stated), "final_output": "text"}
-    data = {"name": "told", "stages": {"writer": stage}}
-    told = describe_memory(PipelineConfig.model_validate(data)).splitlines()
+    data = {"name": "reported", "stages": {"writer": stage}}
+    reported = describe_memory(PipelineConfig.model_validate(data)).splitlines()
     for line in (
         "suppress_token_ids: () (default) and [345, 8] (generation_config.json)",
         "eos_token_ids: [2, 5] (generation_config.json)",
         "begin_suppress_token_ids: [7] (generation_config.json)",
         "bad_words_ids: [[8], [9, 10]] (generation_config.json)",
     ):
-        assert f"      {line}" in told
+        assert f"      {line}" in reported
     ignoring = {"writer": stage | {"engine": {"generation_config": "ignore"}}}
-    told = describe_memory(PipelineConfig.model_validate(data | {"stages": ignoring})).splitlines()
-    assert "      suppress_token_ids: () (default)" in told
-    assert not any("generation_config.json" in line for line in told)
+    reported = describe_memory(
+        PipelineConfig.model_validate(data | {"stages": ignoring})
+    ).splitlines()
+    assert "      suppress_token_ids: () (default)" in reported
+    assert not any("generation_config.json" in line for line in reported)
 
 
 def test_without_max_tokens_a_text_fills_the_context(stating: Callable[..., str]) -> None:

@@ -111,10 +111,10 @@ def reference(long_form: Callable[..., Any]) -> Callable[..., list[int]]:
 @pytest.fixture(scope="module")
 def reference_segments(long_form: Callable[..., Any]) -> Callable[[np.ndarray, int], Any]:
     def answer(samples: np.ndarray, num_tokens: int) -> list[tuple[float, float, list[int]]]:
-        told = long_form(samples, num_tokens, return_segments=True, language="en")
+        reported = long_form(samples, num_tokens, return_segments=True, language="en")
         return [
             (round(float(each["start"]), 2), round(float(each["end"]), 2), each["tokens"].tolist())
-            for each in told["segments"][0]
+            for each in reported["segments"][0]
         ]
 
     return answer

@@ -321,8 +321,8 @@ def test_the_error_for_an_unsupported_decoder_lists_the_supported_ones(
     registered: None, model_type: str
 ) -> None:
     config = AutoConfig.for_model(model_type)
-    told = f"on a decoder of type '{model_type}'; supported are llama, made_up_ladder, mistral"
-    with pytest.raises(ValueError, match=told):
+    message = f"on a decoder of type '{model_type}'; supported are llama, made_up_ladder, mistral"
+    with pytest.raises(ValueError, match=message):
         FAMILIES.decoder_config_of(config)
 
 

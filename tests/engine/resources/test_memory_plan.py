@@ -77,8 +77,8 @@ def test_a_pool_on_a_gpu_leaves_memory_for_a_step(monkeypatch: pytest.MonkeyPatc
 
 
 def free_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
-    told = SimpleNamespace(available=num_bytes)
-    monkeypatch.setattr("engine.resources.memory_plan.psutil.virtual_memory", lambda: told)
+    reported = SimpleNamespace(available=num_bytes)
+    monkeypatch.setattr("engine.resources.memory_plan.psutil.virtual_memory", lambda: reported)
 
 
 def test_one_full_attention_group_is_reported_in_blocks_and_tokens() -> None:

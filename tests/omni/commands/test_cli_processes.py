@@ -110,8 +110,8 @@ def test_what_cannot_run_is_one_error_and_starts_nothing() -> None:
     result = omni("run", "two_step", "--prompt", "Hello", *flags, status=2)
     assert result.stdout == ""
     (line,) = result.stderr.splitlines()
-    told = "error: stage 'reader': placement.device: 'cuda:99' was asked for, but torch sees "
-    assert line.startswith(told), line
+    reported = "error: stage 'reader': placement.device: 'cuda:99' was asked for, but torch sees "
+    assert line.startswith(reported), line
     assert {each.pid for each in psutil.Process().children(recursive=True)} <= before
 
 

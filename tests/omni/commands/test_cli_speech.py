@@ -112,8 +112,8 @@ def test_a_chat_flag_equals_messages_of_a_request_file(tmp_path: Path, shown: li
         out = tmp_path / "out"
         omni("run", "omni_speech", *flags, *SHORT, "-o", out, "-q", "--overwrite", status=0)
         for line in stages(out):
-            told = [line["thinker"][key] for key in ("token_ids", "num_prompt_tokens")]
-            made.append((told, samples(out / line["code2wav"]["audio"])))
+            reported = [line["thinker"][key] for key in ("token_ids", "num_prompt_tokens")]
+            made.append((reported, samples(out / line["code2wav"]["audio"])))
     messages, by_hand, chat = made
     assert messages[0] == by_hand[0] == chat[0]
     assert same(messages[1], chat[1]) and same(by_hand[1], chat[1])
@@ -210,7 +210,7 @@ def test_an_unknown_speaker_or_part_is_reported_before_anything_runs(
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "reported"),
     [
         ("omni_speech -p x --speaker Bob", "'Bob': stage 'talker' has no such voice; known are "),
         ("omni_speech --audio no.wav", "--audio: 'no.wav' cannot be read: No such file"),
@@ -227,7 +227,7 @@ def test_an_unknown_speaker_or_part_is_reported_before_anything_runs(
 )
 @pytest.mark.parametrize("command", ["run", "verify"])
 def test_missing_or_unsupported_files_are_refused_before_models_are_loaded(
-    command: str, flags: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    command: str, flags: str, reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(*_: object) -> None:
         raise AssertionError("a model is loaded")
@@ -240,7 +240,7 @@ def test_missing_or_unsupported_files_are_refused_before_models_are_loaded(
     Path("broken.wav").write_bytes(b"RIFF\x04\0\0\0WAVE")
     write_wav(Path("tone.wav"), tone(0.2))
     result = omni(command, *flags.split(), status=2)
-    assert result.stderr.startswith("error: ") and told in result.stderr
+    assert result.stderr.startswith("error: ") and reported in result.stderr
     assert "failed" not in result.stderr, "no summary"
 
 

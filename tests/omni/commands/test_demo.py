@@ -33,21 +33,23 @@ def test_the_demo_hears_answers_aloud_and_hits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("warm_s", "told"),
+    ("warm_s", "message"),
     [
         (1.5, "and saved 0.50 of 2.00 seconds of a."),
         (2.1, "is less than such short runs differ by."),
     ],
 )
 def test_what_was_saved_is_told_of_stages_with_a_cache_and_never_below_nothing(
-    warm_s: float, told: str
+    warm_s: float, message: str
 ) -> None:
     stages = (
         StageVerification("a", 30, 0, 16, (), 2.0, 2.0, warm_s),
         StageVerification("b", 12, 0, 0, (), 9.0, 9.0, 1.0, has_cache=False),
     )
     said = summarize(VerifyReport(1, stages, (), (), ()))
-    assert said.strip().startswith("Warm caches hit 16 of 42 input tokens") and said.endswith(told)
+    assert said.strip().startswith("Warm caches hit 16 of 42 input tokens") and said.endswith(
+        message
+    )
 
 
 @pytest.mark.parametrize(

@@ -61,8 +61,8 @@ def test_a_streamed_edge_is_a_wave_with_its_chunk_size() -> None:
 
 @pytest.mark.usefixtures("checkpoint_cache")
 def test_the_weights_of_every_kind_of_stage_are_shown_alike() -> None:
-    told = describe_memory(PipelineConfig.load("omni_speech"))
-    weights = re.findall(r"^      weights +([\d.]+ [KM]iB) \(float32 on cpu\)$", told, re.M)
+    reported = describe_memory(PipelineConfig.load("omni_speech"))
+    weights = re.findall(r"^      weights +([\d.]+ [KM]iB) \(float32 on cpu\)$", reported, re.M)
     assert len(weights) == 3
 
 
@@ -72,8 +72,8 @@ def test_the_memory_of_each_stage_is_shown_by_kind_of_layer() -> None:
         name: {"kind": "autoregressive", "model": f"seeded:{name}", "final_output": "text"}
         for name in ("qwen2", "gemma2", "jamba")
     }
-    told = describe_memory(PipelineConfig.model_validate({"name": "memory", "stages": stages}))
-    qwen2, gemma2, jamba = (told.split(f"\n  {name}\n")[1].split("\n\n")[0] for name in stages)
+    reported = describe_memory(PipelineConfig.model_validate({"name": "memory", "stages": stages}))
+    qwen2, gemma2, jamba = (reported.split(f"\n  {name}\n")[1].split("\n\n")[0] for name in stages)
     assert "full attention" in qwen2 and "large page" not in qwen2
     for told_of_stage, kind in ((gemma2, "sliding window of 16"), (jamba, "recurrent")):
         assert kind in told_of_stage and "full attention" in told_of_stage
@@ -92,16 +92,16 @@ def test_limits_of_a_server_are_shown_with_their_flags() -> None:
     config = PipelineConfig.load(
         "omni_speech", overrides={"stages.thinker.engine.media_limits.max_audio_s": 7}
     )
-    told = limits_of(config)
+    reported = limits_of(config)
     flags = {each.replace("_", "-") for each in ServeOptions.__dataclass_fields__}
-    named = {each.removeprefix("--") for each in told if each.startswith("--")}
+    named = {each.removeprefix("--") for each in reported if each.startswith("--")}
     assert named <= flags and len(named) == 6
-    assert told["--max-waiting-requests"] == "64"
-    assert told["--request-timeout"] == "600 s"
-    assert told["--max-body-mib"] == "64.0 MiB"
-    assert told["stages.thinker.engine.media_limits.max_audio_s"] == "7 s"
-    assert told["stages.thinker.engine.media_limits.max_image_pixels"] == "33,554,432"
-    assert not any("talker" in each for each in told), "it has no media of users"
+    assert reported["--max-waiting-requests"] == "64"
+    assert reported["--request-timeout"] == "600 s"
+    assert reported["--max-body-mib"] == "64.0 MiB"
+    assert reported["stages.thinker.engine.media_limits.max_audio_s"] == "7 s"
+    assert reported["stages.thinker.engine.media_limits.max_image_pixels"] == "33,554,432"
+    assert not any("talker" in each for each in reported), "it has no media of users"
 
 
 def test_every_limit_of_the_server_is_shown() -> None:

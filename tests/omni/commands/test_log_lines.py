@@ -77,11 +77,11 @@ def test_an_exception_is_one_line_unless_tracebacks_are_on(
             raise KeyError("k")
         except KeyError:
             logging.getLogger("omni.x").exception("request %s failed", "r")
-    told = capsys.readouterr().err
+    reported = capsys.readouterr().err
     if tracebacks:
-        assert told.startswith("error: request r failed\nTraceback")
+        assert reported.startswith("error: request r failed\nTraceback")
     else:
-        assert told == "error: request r failed: KeyError: 'k'\n"
+        assert reported == "error: request r failed: KeyError: 'k'\n"
 
 
 def test_the_logger_is_restored() -> None:
@@ -106,7 +106,7 @@ def test_with_v_a_line_names_its_stage_and_request(
     fields: dict[str, object], place: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logger = logging.getLogger("omni.x")
-    for verbosity, told in ((1, place), (0, "")):
+    for verbosity, reported in ((1, place), (0, "")):
         with shown_log(verbosity, tracebacks=False):
             logger.warning("100%% of %s", "it", extra=fields)
             try:
@@ -114,4 +114,7 @@ def test_with_v_a_line_names_its_stage_and_request(
             except KeyError:
                 logger.exception("failed", extra=fields)
         lines = capsys.readouterr().err.splitlines()
-        assert lines == [f"warning: {told}100% of it", f"error: {told}failed: KeyError: 'k'"]
+        assert lines == [
+            f"warning: {reported}100% of it",
+            f"error: {reported}failed: KeyError: 'k'",
+        ]

@@ -117,7 +117,7 @@ def test_a_model_without_a_local_config_is_named_and_the_others_are_estimated() 
         "far": {"kind": "autoregressive", "model": "nobody/has-this", "final_output": "text"},
         "near": {"kind": "autoregressive", "model": "seeded:qwen2", "final_output": "text"},
     }
-    told = describe_needs(PipelineConfig.model_validate({"name": "two", "stages": stages}))
-    assert "far is left out: model 'nobody/has-this' is no folder here" in told
-    assert len(re.findall(r"^  near ", told, re.M)) == len(FORMATS)
-    assert "fits" not in told, "the total is unknown"
+    reported = describe_needs(PipelineConfig.model_validate({"name": "two", "stages": stages}))
+    assert "far is left out: model 'nobody/has-this' is no folder here" in reported
+    assert len(re.findall(r"^  near ", reported, re.M)) == len(FORMATS)
+    assert "fits" not in reported, "the total is unknown"

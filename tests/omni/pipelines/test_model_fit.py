@@ -106,15 +106,15 @@ def test_a_model_that_may_fit_is_left_alone(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", MISFITS)
 def test_a_model_that_cannot_fit_is_reported_with_its_line(case: str, tmp_path: Path) -> None:
-    config, kind, part, told = MISFITS[case]
+    config, kind, part, message = MISFITS[case]
     with pytest.raises(ConfigError) as raised:
         load(tmp_path, config, kind, part)
-    assert told in str(raised.value).replace(f"{tmp_path}/m'", "m'")
+    assert message in str(raised.value).replace(f"{tmp_path}/m'", "m'")
     assert "mine.yaml:" in str(raised.value)
 
 
 @pytest.mark.parametrize(
-    ("model", "kind", "part", "told"),
+    ("model", "kind", "part", "message"),
     [
         ("seeded:bert", "autoregressive", "null", "use kind: encoder"),
         ("seeded:qwen2_5_omni", "autoregressive", "talkr", "did you mean 'talker'?"),
@@ -122,12 +122,12 @@ def test_a_model_that_cannot_fit_is_reported_with_its_line(case: str, tmp_path: 
     ],
 )
 def test_a_seeded_model_need_not_be_built_for_that(
-    model: str, kind: str, part: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: str, kind: str, part: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMNI_CACHE_DIR", str(tmp_path / "cache"))
     file = tmp_path / "mine.yaml"
     file.write_text(PIPELINE.format(kind=kind, model=model, part=part, final=FINAL[kind]))
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         PipelineConfig.load(file)
     assert not (tmp_path / "cache").exists()
 

@@ -276,12 +276,12 @@ def test_a_mistake_in_a_flag_names_the_flag_and_others_their_line(tmp_path: Path
     flags = ["stages.writer.engine={blok_size: 4, num_blocks: x}", "stages.reader.kind=encodr"]
     with pytest.raises(ConfigError) as raised:
         PipelineConfig.load(file, parse_overrides(flags), flag="--set")
-    told = str(raised.value).splitlines()
-    assert "mine.yaml:2: speaker: should be text, got 3" in told[0]
-    assert "--set stages.reader.kind: unknown kind 'encodr'; did you mean 'encoder'?" in told
+    reported = str(raised.value).splitlines()
+    assert "mine.yaml:2: speaker: should be text, got 3" in reported[0]
+    assert "--set stages.reader.kind: unknown kind 'encodr'; did you mean 'encoder'?" in reported
     for key in ("blok_size: unknown key", "num_blocks: should be a valid integer"):
         place = "--set stages.writer.engine: stages.writer.engine."
-        assert any(line.startswith(place + key) for line in told), told
+        assert any(line.startswith(place + key) for line in reported), reported
 
 
 def test_a_transform_of_ones_own_is_found_by_module_and_function(

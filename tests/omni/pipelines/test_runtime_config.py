@@ -127,14 +127,14 @@ runtime.max_retries=-1 | runtime.max_retries: should be greater than or equal to
 """)
 
 
-@pytest.mark.parametrize(("changes", "told"), MISTAKES)
-def test_a_mistake_is_reported_with_its_location(changes: str, told: str) -> None:
+@pytest.mark.parametrize(("changes", "reported"), MISTAKES)
+def test_a_mistake_is_reported_with_its_location(changes: str, reported: str) -> None:
     place = "stages.talker.placement"
     *kind, change = changes.split(" & ")
     assignments = [f"runtime.kind={each}" for each in kind]
     assignments.append(place + change if change[0] in ".=" else change)
     message = error_of(parse_overrides(assignments))
-    assert (place + told if told.startswith(".") else told) in message
+    assert (place + reported if reported.startswith(".") else reported) in message
     assert "\n" not in message
 
 
@@ -212,7 +212,7 @@ def test_a_file_that_names_no_runtime_runs_in_the_one_that_is_given(
 
 
 @pytest.mark.parametrize(
-    ("beside", "told"),
+    ("beside", "reported"),
     [
         ({"stages.writer.placement.replicas": 2}, "placement.replicas: 2 is for workers, and with"),
         ({"stages.writer.placement": {"replicas": 3}}, "placement.replicas: 3 is for workers, and"),
@@ -221,9 +221,9 @@ def test_a_file_that_names_no_runtime_runs_in_the_one_that_is_given(
     ],
 )
 def test_what_is_asked_for_beside_a_runtime_that_does_not_have_it_is_an_error_alone(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, beside: dict[str, Any], told: str
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, beside: dict[str, Any], reported: str
 ) -> None:
-    with pytest.raises(ConfigError, match=f"^--set .*{told}") as caught:
+    with pytest.raises(ConfigError, match=f"^--set .*{reported}") as caught:
         PipelineConfig.load(
             placed_file(tmp_path), {"runtime.kind": "inline"} | beside, flag="--set"
         )
@@ -332,7 +332,7 @@ def unused_port() -> int:
 
 
 @pytest.mark.parametrize(
-    ("placement", "count", "told"),
+    ("placement", "count", "reported"),
     [
         (
             {"device": "cuda:3"},
@@ -350,12 +350,12 @@ def unused_port() -> int:
     ],
 )
 def test_more_devices_than_there_are(
-    placement: dict[str, Any], count: int, told: str, monkeypatch: pytest.MonkeyPatch
+    placement: dict[str, Any], count: int, reported: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline_config, "cuda_devices", lambda: count)
     with pytest.raises(ValueError, match="stage 'talker': placement") as caught:
         check_devices({"thinker": Placement(), "talker": Placement(**placement)})
-    assert told in str(caught.value)
+    assert reported in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -217,14 +217,14 @@ def test_a_wrong_alias_or_speaker_in_a_file_is_refused_by_it(command: str, tmp_p
     text = (folder / "spoken_sums.yaml").read_text()
     text = text.replace("model: spoken_sums", f"model: {folder}/spoken_sums")
     path = tmp_path / "mine.yaml"
-    for wrong, told in (
+    for wrong, reported in (
         ("voices: {alloy: Bob}", "voices.alloy: 'Bob': stage 'talker' has no such voice; known "),
         ("speaker: Bob", "speaker 'Bob': stage 'talker' has no such voice"),
     ):
         path.write_text(re.sub(f"^{wrong.split()[0]}.*", "", text, flags=re.M) + f"\n{wrong}\n")
         result = CliRunner().invoke(app, [command, str(path)])
         assert result.exit_code == 2
-        assert result.stderr.startswith(f"error: {path}: {told}")
+        assert result.stderr.startswith(f"error: {path}: {reported}")
         assert "serving" not in result.stderr
 
 

@@ -416,7 +416,7 @@ def test_existing_outputs_are_replaced_on_request(
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"requests": "other"}, "something else is run now: the requests. "),
         (
@@ -436,13 +436,13 @@ def test_existing_outputs_are_replaced_on_request(
 )
 @pytest.mark.parametrize("whole_run", [False, True])
 def test_only_the_same_run_is_resumed(
-    whole_run: bool, change: dict[str, Any], told: str, tmp_path: Path
+    whole_run: bool, change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     write(tmp_path, *(range(NUMBER) if whole_run else [2]))
     before = content_of(tmp_path)
     with pytest.raises(ValueError, match="cannot be resumed") as error:
         opened(tmp_path, Existing.RESUME, RECORD.model_copy(update=change))
-    assert told in str(error.value)
+    assert message in str(error.value)
     assert content_of(tmp_path) == before
 
 

@@ -308,7 +308,7 @@ def test_a_stage_may_be_called_like_a_field(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sampling", "told"),
+    ("sampling", "reported"),
     [
         ({"max_tokens": 1}, "sampling: min_tokens (2) is larger than max_tokens (1)"),
         ({"max_tokens": -1}, "sampling.max_tokens: should be greater than or equal to 0, got -1"),
@@ -320,10 +320,10 @@ def test_a_stage_may_be_called_like_a_field(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_in_sampling_for_all_stages_is_reported(
-    sampling: Any, told: str, tmp_path: Path
+    sampling: Any, reported: str, tmp_path: Path
 ) -> None:
     message = chat_error_of(tmp_path, {"prompt": "x", "sampling": sampling})
-    assert told in message
+    assert reported in message
     assert message.endswith('{"prompt": "Once upon a time", "sampling": {"max_tokens": 16}}')
 
 

@@ -23,9 +23,11 @@ def test_failures_of_workers_change_no_output_and_leave_nothing_behind() -> None
         text=True,
         timeout=PATIENCE_S,
     )
-    told = f"{done.stdout}\n{done.stderr[-4000:]}"
-    assert "faults: {'SIGKILL': 2, 'SIGSTOP': 2, 'exception': 2, 'ruin': 2}\n" in done.stdout, told
-    assert "outcomes: {'equal': 24}; " in done.stdout, told
-    assert "lost: []\n" in done.stdout, told
-    assert "left behind: nothing\n" in done.stdout, told
-    assert done.returncode == 0, told
+    reported = f"{done.stdout}\n{done.stderr[-4000:]}"
+    assert "faults: {'SIGKILL': 2, 'SIGSTOP': 2, 'exception': 2, 'ruin': 2}\n" in done.stdout, (
+        reported
+    )
+    assert "outcomes: {'equal': 24}; " in done.stdout, reported
+    assert "lost: []\n" in done.stdout, reported
+    assert "left behind: nothing\n" in done.stdout, reported
+    assert done.returncode == 0, reported

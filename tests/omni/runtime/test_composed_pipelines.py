@@ -72,7 +72,7 @@ def composed() -> Pipeline:
     return Pipeline([writer, embedder, echo.build_stage("echo")])
 
 
-def told(outputs: list[OmniOutput]) -> list[Any]:
+def reported(outputs: list[OmniOutput]) -> list[Any]:
     assert [output.error for output in outputs] == [None] * len(outputs)
     return [
         {
@@ -101,7 +101,7 @@ def test_what_is_composed_in_python_says_the_same_in_processes(
         assert all(isinstance(stage, RemoteStage) for stage in stages.values())
         assert [stage.enable_prefix_caching for stage in stages.values()] == [True, False, True]
         found = [omni.generate(prompt)[0] for prompt in PROMPTS]
-        assert told(found) == told(expected)
+        assert reported(found) == reported(expected)
         assert found[1].stages["writer"].num_cached_tokens > 0
         for ours, theirs in zip(found, expected, strict=True):
             rows = (each.stages["embedder"].tensors["pooled"] for each in (ours, theirs))
@@ -171,4 +171,4 @@ def test_a_pipeline_that_another_omni_runs_is_left_to_it() -> None:
     with Omni(composed()) as omni:
         with pytest.raises(RuntimeError, match="belongs to another Omni"):
             Omni(omni.pipeline, runtime="processes")
-        assert told(omni.generate(PROMPTS))
+        assert reported(omni.generate(PROMPTS))

@@ -210,7 +210,7 @@ def test_a_worker_without_a_node_is_retried_and_its_requests_fail_meanwhile(
 ) -> None:
     monkeypatch.setattr(supervisor, "MAX_STARTS", 3)
     monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.005)
-    told = (
+    reported = (
         "stage 'b': it takes no requests until there is a place for it: its worker could not be "
         "started: no node has what it needs"
     )
@@ -220,9 +220,9 @@ def test_a_worker_without_a_node_is_retried_and_its_requests_fail_meanwhile(
         pipeline.workers.has_place = False
         pipeline.add({"waits": "x"})
         pipeline.workers.kill("b")
-        assert drain(pipeline.orchestrator)["waits"][-1].error == told
+        assert drain(pipeline.orchestrator)["waits"][-1].error == reported
         assert stage.worker_states()[0].state == "waiting"
-        with pytest.raises(ValueError, match=f"^{told}$"):
+        with pytest.raises(ValueError, match=f"^{reported}$"):
             pipeline.add({"comes late": "x"})
         with pytest.raises(RuntimeError, match="stage 'b': its worker is being started again"):
             stage.reset_prefix_cache()

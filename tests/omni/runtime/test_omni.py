@@ -347,9 +347,9 @@ def test_a_request_whose_consumer_fails_is_aborted(make: Make) -> None:
         check_nothing_is_held_soon(omni)
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("reported", [True, False])
 def test_undeliverable_outputs_are_logged_unless_their_consumer_left_before(
-    make: Make, told: bool, caplog: pytest.LogCaptureFixture
+    make: Make, reported: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A coroutine leaves its stream, then its loop closes, while an output is in transit."""
     with make(FakeStage("b", steps=ENDLESS)) as omni:
@@ -362,12 +362,12 @@ def test_undeliverable_outputs_are_logged_unless_their_consumer_left_before(
 
         ticket = omni._driver.submit(OmniRequest("x"), "gone", refuse)
         assert first.wait(PATIENCE_S)
-        if told:
+        if reported:
             omni._driver.discard([ticket])
         left.set()
         check_nothing_is_held_soon(omni)
         assert not getattr(omni._driver, "_discarded", None)
-    assert ("the outputs of request 'gone' are not taken" in caplog.text) is not told
+    assert ("the outputs of request 'gone' are not taken" in caplog.text) is not reported
 
 
 def test_requests_wait_while_the_pipeline_is_lent_out(omni: Omni) -> None:

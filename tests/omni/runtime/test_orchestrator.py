@@ -209,7 +209,7 @@ def test_what_goes_wrong_with_one_request_ends_it_alone(
     stages = [FakeStage("a"), FakeStage("b", ("a",), **second), FakeStage("side", steps=50)]
     outputs = run(stages, "good", "bad", "fine")
     assert message in str(outputs["bad"].error)
-    assert outputs["bad"].stages["a"].text == "a(bad)", "what had finished is still told"
+    assert outputs["bad"].stages["a"].text == "a(bad)", "finished outputs are still reported"
     assert outputs["bad"].stages["b"].finish_reason is FinishReason.ERROR
     assert outputs["good"].error is None
     assert outputs["fine"].error is None
@@ -257,8 +257,8 @@ def test_a_stage_that_cannot_be_cleaned_up_refuses_what_comes_later_or_gets_anot
     assert "boom" in str(drain(orchestrator)["bad"][-1].error)
     orchestrator.add_request(OmniRequest("p", "next"))
     error = str(drain(orchestrator)["next"][-1].error)
-    told = "it cannot be used any more" if anywhere.kind == "inline" else "its worker was ended"
-    assert f"stage 'b': {told}" in error
+    reported = "it cannot be used any more" if anywhere.kind == "inline" else "its worker was ended"
+    assert f"stage 'b': {reported}" in error
     assert "stuck" in error
 
 

@@ -142,8 +142,8 @@ def test_what_cannot_run_is_refused_alone(omni: Omni, gate: Gate) -> None:
         TokensPrompt(()),
     ]
     outputs = omni.generate([bad[0], "fast", *bad[1:], "slow"])
-    told = ["vocabulary", None, "characters", "lacks content", "is empty", None]
-    for output, part in zip(outputs, told, strict=True):
+    reported = ["vocabulary", None, "characters", "lacks content", "is empty", None]
+    for output, part in zip(outputs, reported, strict=True):
         assert output.finished and (output.error is None) is (part is None)
         if part is not None:
             assert part in str(output.error) and "stage 'writer'" in str(output.error)

@@ -146,9 +146,9 @@ def test_killing_a_busy_worker_changes_no_output(
             last[output.request_id] = output
     assert_same([last[text] for text in SPOKEN], speeches)
     assert_same(speaker.generate(SPOKEN), speeches)
-    told = sum(len(each.stages["thinker"].token_ids) for each in speeches)
+    reported = sum(len(each.stages["thinker"].token_ids) for each in speeches)
     counted = speaker.stats()["thinker"].generated_tokens - before
-    assert counted >= 2 * told, "what died had counted, too"
+    assert counted >= 2 * reported, "what died had counted, too"
 
 
 def test_past_the_last_retry_a_request_fails_and_says_what_of() -> None:

@@ -212,7 +212,7 @@ def test_an_actor_of_another_release_is_refused_in_a_sentence(ray_cluster: Sessi
 
 
 @pytest.mark.parametrize(
-    ("placement", "told"),
+    ("placement", "message"),
     [
         (
             {"num_gpus": 64},
@@ -226,8 +226,8 @@ def test_an_actor_of_another_release_is_refused_in_a_sentence(ray_cluster: Sessi
     ],
 )
 def test_what_the_cluster_does_not_have(
-    ray_cluster: SessionCluster, placement: dict[str, object], told: str
+    ray_cluster: SessionCluster, placement: dict[str, object], message: str
 ) -> None:
     overrides = {f"stages.writer.placement.{key}": value for key, value in placement.items()}
-    with pytest.raises(ValueError, match=rf"^stage 'writer': {told}"):
+    with pytest.raises(ValueError, match=rf"^stage 'writer': {message}"):
         Omni("two_step", runtime="ray", overrides=overrides)

@@ -104,24 +104,24 @@ def test_an_actor_that_dies(direct: Omni, texts: list[OmniOutput], victim: str) 
 
 
 @pytest.mark.parametrize(
-    ("transport", "told"),
+    ("transport", "message"),
     [
         ("carrier_pigeon", "Ray has no tensor transport 'carrier_pigeon'; give object_store, nixl"),
         ("gloo", "'gloo' works within a group that is made once"),
         ("cuda_ipc", "'cuda_ipc' carries tensors of GPUs alone, and no stage has one"),
     ],
 )
-def test_transports_by_which_stages_cannot_hand_on(transport: str, told: str) -> None:
+def test_transports_by_which_stages_cannot_hand_on(transport: str, message: str) -> None:
     overrides = OVERRIDES | {"runtime.tensor_transport": transport}
-    with pytest.raises(ValueError, match=rf"^runtime\.tensor_transport: {told}"):
+    with pytest.raises(ValueError, match=rf"^runtime\.tensor_transport: {message}"):
         Omni(PipelineConfig.load("two_step", overrides))
 
 
 @pytest.mark.skipif(HAS_NIXL, reason="nixl is installed")
 def test_a_transport_that_is_not_installed_is_one_error(ray_cluster: SessionCluster) -> None:
     overrides = OVERRIDES | {"runtime.tensor_transport": "nixl"}
-    told = r"^stage 'writer': runtime\.tensor_transport: 'nixl' cannot be used in the actor's"
-    with pytest.raises(ValueError, match=told):
+    message = r"^stage 'writer': runtime\.tensor_transport: 'nixl' cannot be used in the actor's"
+    with pytest.raises(ValueError, match=message):
         Omni(PipelineConfig.load("two_step", overrides))
 
 

@@ -1,6 +1,6 @@
 """The destination of tensors that lie on a GPU, with a direct transport and without one.
 
-The GPU is fake: tensors that claim to lie on one, in a cluster that is told to have some. What CI
+The GPU is fake: tensors that claim to lie on one, in a cluster that claims to have some. What CI
 machines cannot show is described in docs/placement.md.
 """
 

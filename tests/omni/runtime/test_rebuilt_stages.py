@@ -104,7 +104,7 @@ def test_a_request_with_sent_output_fails_and_the_next_one_works() -> None:
     fragile.broken = True
     last = last_outputs(orchestrator)
     assert str(last["x"].error).startswith(f"stage 'a': {AGAIN} (RuntimeError: broken)")
-    assert last["late"].error is None, "nothing was told of it"
+    assert last["late"].error is None, "it was not notified"
     assert ask(orchestrator, "x")["x"].error is None
     assert fragile.rebuilds == 1
 
@@ -135,8 +135,10 @@ def test_rebuilds_in_a_row_are_limited_and_logged(caplog: pytest.LogCaptureFixtu
     assert fragile.rebuilds == MAX_REBUILDS
     with pytest.raises(ValueError, match="stage 'a': it cannot be used any more.*pipeline again"):
         orchestrator.add_request(OmniRequest("x", "x"))
-    told = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert f"3 of at most {MAX_REBUILDS} times in a row" in told[-1] and len(told) == 3
+    reported = [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ]
+    assert f"3 of at most {MAX_REBUILDS} times in a row" in reported[-1] and len(reported) == 3
 
 
 def test_a_request_that_comes_through_begins_the_count_again() -> None:

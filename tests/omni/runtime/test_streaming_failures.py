@@ -155,8 +155,10 @@ def test_a_stage_that_cannot_resume_is_not_used_any_more(
     last = run(stages)
     for request_id in ("x", "z"):
         error = str(last[request_id].error)
-        told = "it cannot be used any more" if anywhere.kind == "inline" else "its worker was ended"
-        assert f"stage 'thinker': {told}" in error
+        reported = (
+            "it cannot be used any more" if anywhere.kind == "inline" else "its worker was ended"
+        )
+        assert f"stage 'thinker': {reported}" in error
         assert "it broke by KeyError: 'gone'" in error
 
 

@@ -61,14 +61,14 @@ def test_a_stage_that_breaks_when_it_has_no_requests_is_replaced_before_the_next
 
 
 @pytest.mark.parametrize(
-    ("error", "num_tries", "told"),
+    ("error", "num_tries", "message"),
     [
         (MemoryError("no room"), 1, "could not be rebuilt: MemoryError: no room"),
         (None, MAX_REBUILDS, "it broke 4 times in a row"),
     ],
 )
 def test_a_stage_that_cannot_be_rebuilt_or_breaks_again_gets_another_worker(
-    error: Exception | None, num_tries: int, told: str
+    error: Exception | None, num_tries: int, message: str
 ) -> None:
     """Inline it would be retried when the next request comes: there is no alternative."""
     tries = 0
@@ -96,4 +96,4 @@ def test_a_stage_that_cannot_be_rebuilt_or_breaks_again_gets_another_worker(
         assert last.error is None and last.stages["b"].text == "b(a(x))"
         assert tries == num_tries
         (state,) = pipeline.stages[1].worker_states()
-        assert told in str(state.last_end)
+        assert message in str(state.last_end)

@@ -71,7 +71,7 @@ def in_python(server: LiveServer, prompt: Any, sampling: dict[str, Any]) -> Stag
     return output.stages["writer"]
 
 
-def told(output: StageOutput) -> list[tuple[str | None, str]]:
+def reported(output: StageOutput) -> list[tuple[str | None, str]]:
     """Text and reason of every completion."""
     if not output.completions:
         return [(output.text, output.finish_reason.value)]
@@ -84,7 +84,7 @@ def test_an_answer_equals_that_of_omni_in_python(
     server: LiveServer, client: Any, asked: dict[str, Any], sampling: dict[str, Any], stream: bool
 ):
     output = in_python(server, ChatPrompt(tuple(HELLO)), sampling)
-    expected = told(output)
+    expected = reported(output)
     texts, roles = [""] * len(expected), [""] * len(expected)
     reasons: list[str | None] = [None] * len(expected)
     more = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
@@ -259,10 +259,10 @@ def test_a_bias_forces_or_bans_a_token_and_leaves_logprobs_unchanged(
         expected = output.stages["writer"]
         assert (expected.token_ids == (liked,) * 3) == (liked in bias)
         assert banned not in expected.token_ids
-        told = ask(**{str(token_id): value for token_id, value in bias.items()})
+        reported = ask(**{str(token_id): value for token_id, value in bias.items()})
         assert free.logprobs is not None and expected.logprobs is not None
-        assert told == [each.logprob for each in expected.logprobs]
-        assert told[0] < free.logprobs[0].logprob, "the model finds it less likely"
+        assert reported == [each.logprob for each in expected.logprobs]
+        assert reported[0] < free.logprobs[0].logprob, "the model finds it less likely"
 
 
 def test_a_repeated_prompt_is_reported_as_cached(client: Any):
@@ -342,7 +342,9 @@ def test_completions_equal_those_of_omni_in_python(server: LiveServer, client: A
             texts[choice.index] += choice.text
             reasons[choice.index] += choice.finish_reason or ""
     expected = [
-        each for prompt in PROMPTS for each in told(in_python(server, TextPrompt(prompt), sampling))
+        each
+        for prompt in PROMPTS
+        for each in reported(in_python(server, TextPrompt(prompt), sampling))
     ]
     assert list(zip(texts, reasons, strict=True)) == expected
 
@@ -424,10 +426,14 @@ def test_the_chosen_token_is_among_the_top_logprobs_of_completions(
         model="chat", prompt="There", logprobs=number, **sampling
     ).choices[0]
     expected = in_python(server, TextPrompt("There"), {"logprobs": number, **sampling})
-    told = answer.logprobs
+    reported = answer.logprobs
     assert any(each.token_id not in dict(each.top) for each in expected.logprobs)
     for token, logprob, top, each in zip(
-        told.tokens, told.token_logprobs, told.top_logprobs, expected.logprobs, strict=True
+        reported.tokens,
+        reported.token_logprobs,
+        reported.top_logprobs,
+        expected.logprobs,
+        strict=True,
     ):
         assert top[token] == logprob == each.logprob
         assert len(top) <= number + 1

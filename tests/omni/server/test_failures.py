@@ -175,13 +175,13 @@ def test_an_unknown_model_is_reported_with_the_nearest_name(client: Any):
 def test_an_invalid_body_is_refused(
     server: LiveServer, body: bytes, kind: str, status: int, message: str
 ):
-    found, told = post(server, body, kind)
-    assert found == status and message in told["error"]["message"]
+    found, reported = post(server, body, kind)
+    assert found == status and message in reported["error"]["message"]
 
 
 def post(server: LiveServer, body: bytes, kind: str = "application/json") -> tuple[int, Any]:
-    status, _, told = call(f"{server.url}/v1/chat/completions", body, {"Content-Type": kind})
-    return status, json.loads(told)
+    status, _, reported = call(f"{server.url}/v1/chat/completions", body, {"Content-Type": kind})
+    return status, json.loads(reported)
 
 
 @pytest.fixture(scope="module")
@@ -193,8 +193,8 @@ def narrow() -> Iterator[LiveServer]:
 
 def test_a_body_that_is_too_large_is_refused_whatever_its_header_says(narrow: LiveServer):
     assert post(narrow, b'{"a": "' + b"x" * 2000)[0] == 400
-    status, told = post(narrow, b'{"a": "' + b"x" * 3000 + b'"}')
-    assert status == 413 and "larger than 2048 bytes" in told["error"]["message"]
+    status, reported = post(narrow, b'{"a": "' + b"x" * 3000 + b'"}')
+    assert status == 413 and "larger than 2048 bytes" in reported["error"]["message"]
     head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
     head += b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
     with connection(narrow.url) as client:

@@ -40,8 +40,8 @@ def server(checkpoint_cache: object) -> Iterator[LiveServer]:
 def post(
     server: LiveServer, path: str, body: bytes, headers: Mapping[str, str] | None = None
 ) -> tuple[int, Message, Any]:
-    status, answered, told = call(server.url + path, body, headers)
-    return status, answered, json.loads(told)
+    status, answered, reported = call(server.url + path, body, headers)
+    return status, answered, json.loads(reported)
 
 
 def chat(*parts: Any, **fields: Any) -> bytes:
@@ -71,7 +71,7 @@ def sound_of_nothing() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("part", "told"),
+    ("part", "reported"),
     [
         (picture_of_nothing(), "8192 x 8192 pixels, and 33554432 are the most"),
         (sound_of_nothing(), r"1.?260.* s"),
@@ -79,11 +79,11 @@ def sound_of_nothing() -> dict[str, Any]:
     ids=["picture", "sound"],
 )
 def test_media_that_decompress_to_far_more_are_refused(
-    server: LiveServer, part: dict[str, Any], told: str
+    server: LiveServer, part: dict[str, Any], reported: str
 ) -> None:
     status, _, answer = post(server, "/v1/chat/completions", chat(part))
     assert status == 400
-    assert re.search(told, answer["error"]["message"]), answer
+    assert re.search(reported, answer["error"]["message"]), answer
 
 
 def test_a_compressed_body_is_not_decompressed(server: LiveServer) -> None:

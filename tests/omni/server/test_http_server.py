@@ -27,8 +27,8 @@ from tests.support.tokenizing_kind import TOKENIZING
 
 def get(url: str, headers: dict[str, str] | None = None) -> tuple[int, Any, Any]:
     """Status, headers and JSON."""
-    status, answered, told = call(url, headers=headers)
-    return status, answered, json.loads(told)
+    status, answered, reported = call(url, headers=headers)
+    return status, answered, json.loads(reported)
 
 
 @pytest.fixture(scope="module")
@@ -108,14 +108,18 @@ def test_a_custom_kind_of_stage_may_have_a_tokenizer(
     seeded: Callable[[str], str], tmp_path: Path, runtime: str
 ):
     lexicon, plain = seeded("qwen2"), {"kind": "gated", "final_output": ["text"]}
-    told = {"kind": TOKENIZING, "lexicon": lexicon, "final_output": ["text"]}
+    reported = {"kind": TOKENIZING, "lexicon": lexicon, "final_output": ["text"]}
     config = PipelineConfig.model_validate(
-        {"name": "own", "runtime": {"kind": runtime}, "stages": {"plain": plain, "told": told}}
+        {
+            "name": "own",
+            "runtime": {"kind": runtime},
+            "stages": {"plain": plain, "reported": reported},
+        }
     )
     pipeline = ServedPipeline(config, ServerLimits(), Meters(()))
     try:
         pipeline.load()
-        tokenizer = pipeline.tokenizer("told")
+        tokenizer = pipeline.tokenizer("reported")
         assert tokenizer is not None and tokenizer.decode(tokenizer.encode("Once")) == "Once"
         assert pipeline.tokenizer("plain") is None
     finally:

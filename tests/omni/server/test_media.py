@@ -106,11 +106,11 @@ def test_a_cascade_answers_sound(media: LiveServer, client: Any):
 
 
 def test_an_unsupported_transcription_is_refused_with_the_reason(client: Any):
-    for model, fields, told in (
+    for model, fields, reported in (
         ("omni_speech", {"response_format": "verbose_json"}, "timestamps is for speech models"),
         ("seeing", {}, "this model takes no audio; it takes image"),
     ):
-        with pytest.raises(openai.BadRequestError, match=told):
+        with pytest.raises(openai.BadRequestError, match=reported):
             client.audio.transcriptions.create(model=model, file=("a.wav", sound()), **fields)
 
 

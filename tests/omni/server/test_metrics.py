@@ -46,7 +46,7 @@ Samples = dict[str, dict[tuple[tuple[str, str], ...], float]]
 
 
 @pytest.fixture(scope="module")
-def told(checkpoint_cache: object) -> Iterator[Samples]:
+def reported(checkpoint_cache: object) -> Iterator[Samples]:
     """Metrics of a server after one repeated, one refused and one spoken request."""
     with LiveServer([WIDE, "omni_speech"]) as server, server.client() as client:
         for _ in range(2):
@@ -66,55 +66,59 @@ def told(checkpoint_cache: object) -> Iterator[Samples]:
     yield found
 
 
-def of_stage(told: Samples, name: str, stage: str, **labels: str) -> float:
+def of_stage(reported: Samples, name: str, stage: str, **labels: str) -> float:
     (value,) = (
         value
-        for given, value in told[f"omni_stage_{name}"].items()
+        for given, value in reported[f"omni_stage_{name}"].items()
         if dict(given).items()
         >= {"model": "wide", "stage": stage, "replica": "0", **labels}.items()
     )
     return value
 
 
-def test_a_stage_has_metrics_of_its_work(told: Samples) -> None:
-    assert of_stage(told, "steps_total", "writer") >= 5
-    assert of_stage(told, "generated_tokens_total", "writer") == 10
-    assert of_stage(told, "cached_tokens_total", "writer") > 0
-    assert of_stage(told, "transfers_total", "reader") == 2
-    assert of_stage(told, "transferred_bytes_total", "reader") > 0
-    assert of_stage(told, "transfers_total", "writer") == 0
+def test_a_stage_has_metrics_of_its_work(reported: Samples) -> None:
+    assert of_stage(reported, "steps_total", "writer") >= 5
+    assert of_stage(reported, "generated_tokens_total", "writer") == 10
+    assert of_stage(reported, "cached_tokens_total", "writer") > 0
+    assert of_stage(reported, "transfers_total", "reader") == 2
+    assert of_stage(reported, "transferred_bytes_total", "reader") > 0
+    assert of_stage(reported, "transfers_total", "writer") == 0
     for name in ("running", "waiting", "preemptions_total", "restarts_total"):
-        assert of_stage(told, name, "writer") == 0
-    assert 0 < of_stage(told, "hit_rate", "writer") < 1
-    blocks = [of_stage(told, "blocks", "writer", state=each) for each in ("free", "held", "cached")]
+        assert of_stage(reported, name, "writer") == 0
+    assert 0 < of_stage(reported, "hit_rate", "writer") < 1
+    blocks = [
+        of_stage(reported, "blocks", "writer", state=each) for each in ("free", "held", "cached")
+    ]
     assert sum(blocks) == NUM_BLOCKS - 1
-    counted = told["omni_requests_total"]
+    counted = reported["omni_requests_total"]
     for status, number in (("ok", 2), ("refused", 1)):
         assert counted[("model", "wide"), ("status", status)] == number
-    assert all(name.startswith("omni_") for name in told)
+    assert all(name.startswith("omni_") for name in reported)
 
 
-def test_memory_is_reported_by_cache_and_by_group_of_layers(told: Samples) -> None:
+def test_memory_is_reported_by_cache_and_by_group_of_layers(reported: Samples) -> None:
     groups = {
         (dict(labels)["group"], dict(labels)["kind"])
-        for labels in told["omni_stage_group_blocks"]
+        for labels in reported["omni_stage_group_blocks"]
         if dict(labels)["stage"] == "writer"
     }
     assert groups == {("0", "sliding window of 16"), ("1", "full attention")}
-    assert of_stage(told, "group_blocks", "writer", group="1", state="held") == 0
-    assert of_stage(told, "group_blocks", "writer", group="1", state="cached") > 0
+    assert of_stage(reported, "group_blocks", "writer", group="1", state="held") == 0
+    assert of_stage(reported, "group_blocks", "writer", group="1", state="cached") > 0
     for cache in ("kv", "stage_outputs"):
-        assert of_stage(told, "cache_bytes", "writer", cache=cache) > 0
-    assert of_stage(told, "evictions_total", "writer", group="1") == 0
-    assert of_stage(told, "group_misses_total", "writer", group="0") >= 0
-    assert of_stage(told, "offload_hit_tokens_total", "writer", tier="disk") == 0
+        assert of_stage(reported, "cache_bytes", "writer", cache=cache) > 0
+    assert of_stage(reported, "evictions_total", "writer", group="1") == 0
+    assert of_stage(reported, "group_misses_total", "writer", group="0") >= 0
+    assert of_stage(reported, "offload_hit_tokens_total", "writer", tier="disk") == 0
     speech = {"model": "omni_speech", "stage": "thinker", "cache": "encoder"}
-    assert any(dict(labels).items() >= speech.items() for labels in told["omni_stage_cache_bytes"])
+    assert any(
+        dict(labels).items() >= speech.items() for labels in reported["omni_stage_cache_bytes"]
+    )
 
 
-def test_every_time_is_measured(told: Samples) -> None:
+def test_every_time_is_measured(reported: Samples) -> None:
     def count(name: str, **labels: str) -> float:
-        return told[f"omni_{name}_count"][tuple(sorted(labels.items()))]
+        return reported[f"omni_{name}_count"][tuple(sorted(labels.items()))]
 
     assert count("queue_seconds", model="wide") == 3
     for name in ("time_to_first_token_seconds", "request_duration_seconds"):
@@ -153,13 +157,13 @@ def test_every_replica_has_its_metrics(checkpoint_cache: object) -> None:
     assert one.generated_tokens + other.generated_tokens == both.generated_tokens == 10
     assert both.kv.num_blocks == 256
     assert both.kv.groups[0].cached == one.kv.groups[0].cached + other.kv.groups[0].cached
-    told = {
+    reported = {
         (sample.labels["stage"], sample.labels["replica"]): sample.value
         for sample in families["omni_stage_generated_tokens"].samples
     }
     up = [sample.value for sample in families["omni_stage_worker_up"].samples]
     assert up == [1, 1]
-    assert told == {
+    assert reported == {
         ("writer", "0"): one.generated_tokens,
         ("writer", "1"): other.generated_tokens,
     }
@@ -169,28 +173,28 @@ def queries() -> list[str]:
     return [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
 
 
-def problems(query: str, told: Samples) -> list[str]:
+def problems(query: str, reported: Samples) -> list[str]:
     """Metrics and labels of a query that do not exist."""
     found = []
     names = re.findall(r"omni_\w+", query)
     for name in names:
-        if name not in told:
+        if name not in reported:
             found.append(f"{name} is not there")
     labels: set[str] = set()
-    for of_name in (told.get(name, {}) for name in names):
+    for of_name in (reported.get(name, {}) for name in names):
         for given in of_name:
             labels |= {label for label, _ in given}
     asked = re.findall(r"(\w+)=~?\"", query)
     for listed in re.findall(r"by \(([^)]*)\)", query):
         asked += listed.replace(" ", "").split(",")
-    if not any(told.get(name) for name in names):
+    if not any(reported.get(name) for name in names):
         return found
     return found + [f"no label {each}" for each in asked if each not in labels]
 
 
-def test_the_dashboard_queries_only_existing_metrics(told: Samples) -> None:
+def test_the_dashboard_queries_only_existing_metrics(reported: Samples) -> None:
     assert len(queries()) > 30
-    assert [each for query in queries() for each in problems(query, told)] == []
+    assert [each for query in queries() for each in problems(query, reported)] == []
 
 
 @pytest.mark.parametrize(
@@ -202,12 +206,12 @@ def test_the_dashboard_queries_only_existing_metrics(told: Samples) -> None:
     ],
 )
 def test_a_query_of_an_unknown_metric_or_label_is_found(
-    told: Samples, query: str, problem: str
+    reported: Samples, query: str, problem: str
 ) -> None:
-    assert problem in problems(query, told)
+    assert problem in problems(query, reported)
 
 
-def test_the_dashboard_shows_every_metric(told: Samples) -> None:
+def test_the_dashboard_shows_every_metric(reported: Samples) -> None:
     asked = {
         re.sub(r"_bucket$", "", name)
         for each in queries()
@@ -215,7 +219,7 @@ def test_the_dashboard_shows_every_metric(told: Samples) -> None:
     }
     known = {
         re.sub(r"_(bucket|count|sum)$", "", name)
-        for name in told
+        for name in reported
         if not name.endswith("_created")  # the start of counting
     }
     # The dashboard computes rates from the parts of these sums.
@@ -239,7 +243,7 @@ def test_names_units_and_help_follow_the_rules_of_prometheus(checkpoint_cache: o
         assert each.type not in each.name.split("_")
 
 
-def test_every_panel_of_the_dashboard_has_a_position_and_texts(told: Samples) -> None:
+def test_every_panel_of_the_dashboard_has_a_position_and_texts(reported: Samples) -> None:
     panels: list[dict[str, Any]] = DASHBOARD["panels"]
     places = [(each["gridPos"]["x"], each["gridPos"]["y"]) for each in panels]
     assert len(set(places)) == len(places) and len({each["id"] for each in panels}) == len(panels)

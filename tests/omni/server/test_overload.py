@@ -128,10 +128,10 @@ def test_a_full_server_reads_no_bodies_and_lists_few_rejected_requests():
                     assert b"retry-after: " in rest.lower()
             GATES["full"].open()
             assert running.result().choices[0].text == "full(y)"
-        told = client.get("/pipelines/full/requests", cast_to=dict[str, Any])["data"]
-        assert {each["status"] for each in told} == {"ok", "rejected"}
-        assert [each["status"] for each in told].count("ok") == 2
-        assert told[0]["status"] == "ok", "the last to end comes first"
+        reported = client.get("/pipelines/full/requests", cast_to=dict[str, Any])["data"]
+        assert {each["status"] for each in reported} == {"ok", "rejected"}
+        assert [each["status"] for each in reported].count("ok") == 2
+        assert reported[0]["status"] == "ok", "the last to end comes first"
         counted = server.pipelines.meters.text().decode()
         assert 'omni_requests_total{model="full",status="rejected"} 300.0' in counted
 

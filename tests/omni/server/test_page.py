@@ -62,15 +62,15 @@ def test_every_field_of_the_page_has_a_name():
 
 def test_figures_are_those_of_the_stages(running: LiveServer):
     with urllib.request.urlopen(f"{running.url}/v1/pipelines") as answer:
-        told = json.loads(answer.read())
-    assert told["status"] == "ready"
-    assert [each["name"] for each in told["data"]] == ["omni_speech", "two_step"]
-    for pipeline in told["data"]:
+        reported = json.loads(answer.read())
+    assert reported["status"] == "ready"
+    assert [each["name"] for each in reported["data"]] == ["omni_speech", "two_step"]
+    for pipeline in reported["data"]:
         stats = running.omni(pipeline["name"]).stats()
         assert [each["name"] for each in pipeline["stages"]] == list(stats)
         for stage in pipeline["stages"]:
             assert stage["stats"]["num_steps"] == stats[stage["name"]].num_steps
-    talker = told["data"][0]["stages"][1]
+    talker = reported["data"][0]["stages"][1]
     assert talker["inputs"] == ["thinker"] and talker["kind"] == "autoregressive"
 
 
@@ -216,14 +216,14 @@ def test_only_what_a_pipeline_can_do_is_offered(several: LiveServer, browser: Br
     page.run("$('speak').checked = true; 0")
     assert page.run("question().audio.voice") == voices[1]
     assert page.run("$('file').accept") == "image/*,audio/*,video/*"
-    for name, told in (
+    for name, reported in (
         ("hearing", "it reads audio and gives text"),
         ("embedding", "it reads text and gives tensors"),
         ("encode_then_generate", "it reads text and gives"),
     ):
         assert choose(page, name) == []
         said = page.run("$('cannot').textContent")
-        assert said.startswith(f"{name} does not chat: ") and told in said
+        assert said.startswith(f"{name} does not chat: ") and reported in said
     assert page.run("$('speak').checked") is False
     assert choose(page, "omni_speech") == usable
     assert page.run("$('cannot').textContent") == ""

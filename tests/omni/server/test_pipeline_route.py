@@ -30,8 +30,8 @@ def running(checkpoint_cache: object) -> Iterator[LiveServer]:
 
 
 def post(server: LiveServer, name: str, body: Any) -> tuple[int, bytes]:
-    status, _, told = call(f"{server.url}/v1/pipelines/{name}", json.dumps(body).encode())
-    return status, told
+    status, _, reported = call(f"{server.url}/v1/pipelines/{name}", json.dumps(body).encode())
+    return status, reported
 
 
 def line_of(server: LiveServer, name: str, body: Any) -> Any:

@@ -249,11 +249,11 @@ def test_a_mistake_is_reported_and_the_session_continues(
             said = {"type": "session.update", "session": said}
         event = json.dumps({**said, "event_id": "mine"})
     talk.socket.send(event)
-    told = talk.hear()
-    assert told["type"] == "error"
-    assert message in told["error"]["message"], told
-    assert told["error"]["param"] == (param or None), told
-    assert told["error"]["event_id"] == ("mine" if said else None)
+    reported = talk.hear()
+    assert reported["type"] == "error"
+    assert message in reported["error"]["message"], reported
+    assert reported["error"]["param"] == (param or None), reported
+    assert reported["error"]["event_id"] == ("mine" if said else None)
     talk.text("hello")
 
 
@@ -335,8 +335,8 @@ def test_a_client_that_disconnects_during_errors_is_not_logged_as_an_error(
                 leaving.socket.close()
         wait_for(lambda: not running.pipelines.num_sessions)
     # The client logs an error: its socket was closed.
-    told = [each for each in caplog.records if not each.name.startswith("websockets.client")]
-    assert not [each for each in told if each.levelno >= logging.ERROR], caplog.text
+    reported = [each for each in caplog.records if not each.name.startswith("websockets.client")]
+    assert not [each for each in reported if each.levelno >= logging.ERROR], caplog.text
 
 
 def test_the_size_of_a_session_is_limited():

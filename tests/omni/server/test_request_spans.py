@@ -193,8 +193,8 @@ def test_a_missing_exporter_is_a_warning(
 def test_the_exporter_of_the_requested_protocol_is_used(
     protocol: str, named: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": protocol}
-    spans = spans_from_environment(told)
+    reported = {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": protocol}
+    spans = spans_from_environment(reported)
     assert spans is not None
     spans.close()
     assert f"no spans are sent to {named}" in caplog.text, "it is not installed in the tests"
@@ -274,10 +274,10 @@ def test_the_exporter_of_the_environment_gets_the_spans() -> None:
         "assert not any(name.startswith('opentelemetry') for name in sys.modules)\n"
         "service = {'OTEL_SERVICE_NAME': 'spoken'}\n"
         "resource = {'OTEL_RESOURCE_ATTRIBUTES': 'service.name=written'}\n"
-        "for told in ({}, service, resource):\n"
+        "for variables in ({}, service, resource):\n"
         "    for name in (*service, *resource):\n"
         "        os.environ.pop(name, None)\n"
-        "    os.environ.update(told)\n"
+        "    os.environ.update(variables)\n"
         "    spans = spans_from_environment()\n"
         "    spans.add(RequestRecord('mine', 'r', None, 1.0, 1.0, ended_s=2.0, status='ok'))\n"
         "    spans.close()\n"

@@ -159,8 +159,8 @@ def test_an_error_after_the_first_piece_is_an_event_or_cuts_the_response(
 ) -> None:
     first, (last, more) = sent([b"a", error], "text/event-stream")
     assert (first, more) == ((b"a", True), False)
-    told = json.loads(last.removeprefix(b"data: "))["error"]["message"]
-    assert told == ("wrong" if isinstance(error, ApiError) else str(ApiError.internal()))
+    reported = json.loads(last.removeprefix(b"data: "))["error"]["message"]
+    assert reported == ("wrong" if isinstance(error, ApiError) else str(ApiError.internal()))
     assert sent([b"a", error], "audio/wav") == [(b"a", True)]
 
 

@@ -137,9 +137,9 @@ def test_a_signal_stops_the_server_cleanly_even_while_it_loads():
         assert process.stderr is not None
         assert process.stderr.readline().startswith("serving two_step at ")
         process.send_signal(signal.SIGTERM)
-        told = process.stderr.read()
-        assert process.wait(PATIENCE_S) == 0, told
-        assert "Traceback" not in told
+        reported = process.stderr.read()
+        assert process.wait(PATIENCE_S) == 0, reported
+        assert "Traceback" not in reported
 
 
 def _status(url: str) -> int | None:
@@ -201,9 +201,9 @@ def test_a_second_signal_aborts_running_requests_with_an_error(tmp_path: Path):
                     time.sleep(0.05)
                 process.send_signal(signal.SIGINT)
                 *_, last = (line for line in answer if line.strip())
-            told = process.stderr.read()
-            assert process.wait(PATIENCE_S) == 0, told
+            reported = process.stderr.read()
+            assert process.wait(PATIENCE_S) == 0, reported
         finally:
             process.kill()
     assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "stopping"
-    assert "Traceback" not in told
+    assert "Traceback" not in reported

@@ -214,8 +214,10 @@ def test_words_have_the_times_of_python(hearing: LiveServer, client: Any):
     )
     prompt = AudioPrompt(sound(seconds=3.0), language="en", timestamps=True, transcription=options)
     windows = expected_of(hearing, prompt).windows
-    told = [(each.word.strip(), each.start, each.end) for w in windows for each in w.words]
-    assert [(each.word, each.start, each.end) for each in answer.words] == told and len(told) > 3
+    reported = [(each.word.strip(), each.start, each.end) for w in windows for each in w.words]
+    assert [(each.word, each.start, each.end) for each in answer.words] == reported and len(
+        reported
+    ) > 3
     assert {each.temperature for each in answer.segments} <= {w.temperature for w in windows}
     silence = [each.no_speech_prob for each in answer.segments]
     known = [w.no_speech_prob for w in windows]

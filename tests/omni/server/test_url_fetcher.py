@@ -118,7 +118,7 @@ def test_a_host_with_one_private_address_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("url", "told"),
+    ("url", "reported"),
     [
         ("http://other.example/a", "nothing is fetched from 'other.example'"),
         ("http://named.example.evil.example/a", "nothing is fetched from"),
@@ -131,8 +131,8 @@ def test_a_host_with_one_private_address_is_refused(monkeypatch: pytest.MonkeyPa
         ("http://127.0.0.1/a", "nothing is fetched from '127.0.0.1'"),
     ],
 )
-def test_a_url_that_is_not_allowed_is_refused(url: str, told: str):
-    assert told in refusal(url, "named.example")
+def test_a_url_that_is_not_allowed_is_refused(url: str, reported: str):
+    assert reported in refusal(url, "named.example")
 
 
 def test_a_named_host_is_contacted_at_the_address_that_was_checked(
@@ -161,7 +161,7 @@ def test_a_named_host_is_contacted_at_the_address_that_was_checked(
 
 
 @pytest.mark.parametrize(
-    ("path", "told"),
+    ("path", "reported"),
     [
         ("moved", "status 302; redirects are not followed"),
         ("gone", "status 404"),
@@ -169,8 +169,8 @@ def test_a_named_host_is_contacted_at_the_address_that_was_checked(
     ],
 )
 @pytest.mark.usefixtures("all_public")
-def test_an_answer_without_the_file_is_refused(port: int, path: str, told: str):
-    assert told in refusal(f"http://127.0.0.1:{port}/{path}", "127.0.0.1")
+def test_an_answer_without_the_file_is_refused(port: int, path: str, reported: str):
+    assert reported in refusal(f"http://127.0.0.1:{port}/{path}", "127.0.0.1")
 
 
 @pytest.mark.usefixtures("all_public")

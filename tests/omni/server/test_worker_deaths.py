@@ -66,18 +66,18 @@ def kill_worker(server: LiveServer) -> None:
 
 
 def health(server: LiveServer) -> tuple[int, Any]:
-    status, _, told = call(f"{server.url}/health")
-    return status, msgspec.json.decode(told)
+    status, _, message = call(f"{server.url}/health")
+    return status, msgspec.json.decode(message)
 
 
-def writer_of(told: Any) -> dict[str, Any]:
-    (worker,) = told["pipelines"]["chat"]["workers"]["writer"]
+def writer_of(message: Any) -> dict[str, Any]:
+    (worker,) = message["pipelines"]["chat"]["workers"]["writer"]
     return dict(worker)
 
 
-def refused(server: LiveServer, told: str) -> tuple[str | None, str | None]:
+def refused(server: LiveServer, message: str) -> tuple[str | None, str | None]:
     """The error code of a refused request, and its Retry-After."""
-    with pytest.raises(openai.InternalServerError, match=f"stage 'writer': .*{told}") as caught:
+    with pytest.raises(openai.InternalServerError, match=f"stage 'writer': .*{message}") as caught:
         server.client().completions.create(model="chat", prompt="Hello")
     assert (caught.value.status_code, caught.value.type) == (503, "server_error")
     return caught.value.code, caught.value.response.headers.get("retry-after")
@@ -110,9 +110,9 @@ def test_streams_continue_after_their_worker_is_killed(
         # the next worker still starts; the pipeline is ready during that time.
         wait_for(lambda: writer_of(health(server)[1])["num_restarts"] == 1)
         wait_for(lambda: writer_of(health(server)[1])["state"] == "up")
-        status, told = health(server)
-        assert (status, told["status"]) == (200, "ready")
-        worker = writer_of(told)
+        status, message = health(server)
+        assert (status, message["status"]) == (200, "ready")
+        worker = writer_of(message)
         assert worker["num_restarts"] == 1
         assert worker["last_end"].startswith(told_of) and worker["ended_at"] > 0
         with urllib.request.urlopen(f"{server.url}/metrics", timeout=PATIENCE_S) as answer:
@@ -129,8 +129,8 @@ def test_without_retries_only_requests_of_the_killed_worker_fail(unforgiving: Li
         stream = pool.submit(lambda: list(pieces(unforgiving, PROMPTS[0], begun, 1800)))
         begun.acquire()
         kill_worker(unforgiving)
-        told = "stage 'writer': its worker was killed by SIGKILL while it had this request"
-        with pytest.raises(openai.APIError, match=told):
+        message = "stage 'writer': its worker was killed by SIGKILL while it had this request"
+        with pytest.raises(openai.APIError, match=message):
             stream.result()
     answer = unforgiving.client().completions.create(model="chat", prompt="Hello", max_tokens=3)
     assert answer.choices[0].text
@@ -153,10 +153,10 @@ def test_health_reports_a_stage_that_waits_for_a_node(
         meanwhile.setattr(supervisor, "MAX_STARTS", 2)
         kill_worker(unforgiving)
         wait_for(lambda: health(unforgiving)[0] == 503)
-        _, told = health(unforgiving)
+        _, message = health(unforgiving)
         error = "waiting for a place in the cluster: writer: could not be started: no node has what"
-        assert told["pipelines"]["chat"]["error"].startswith(error)
-        assert writer_of(told)["state"] == "waiting"
+        assert message["pipelines"]["chat"]["error"].startswith(error)
+        assert writer_of(message)["state"] == "waiting"
         expected = ("stage_waiting", "5")
         assert refused(unforgiving, "until there is a place for it") == expected
         # Also a request that was accepted before and is admitted now.
@@ -186,12 +186,15 @@ def test_health_reports_a_worker_until_it_has_restarted(
         kill_worker(unforgiving)
         try:
             wait_for(lambda: writer_of(health(unforgiving)[1])["state"] == "starting")
-            status, told = health(unforgiving)
+            status, message = health(unforgiving)
         finally:
             goes_on.set()
-    assert (status, told["status"], told["pipelines"]["chat"]["status"]) == (200, *["ready"] * 2)
+    assert (status, message["status"], message["pipelines"]["chat"]["status"]) == (
+        200,
+        *["ready"] * 2,
+    )
     error = "being started again: writer: was killed by SIGKILL"
-    assert told["pipelines"]["chat"]["error"] == error
+    assert message["pipelines"]["chat"]["error"] == error
     wait_for(lambda: writer_of(health(unforgiving)[1])["state"] == "up")
     assert health(unforgiving)[1]["pipelines"]["chat"]["error"] is None
 
@@ -202,8 +205,8 @@ def test_health_reports_a_stage_that_is_down(
     monkeypatch.setattr(supervisor, "MAX_STARTS", 0)  # a finished request sets the count to 0
     kill_worker(unforgiving)
     wait_for(lambda: health(unforgiving)[0] == 503)
-    _, told = health(unforgiving)
-    assert told["status"] == told["pipelines"]["chat"]["status"] == "failed"
-    assert told["pipelines"]["chat"]["error"] == "no worker is left of writer"
-    assert writer_of(told)["state"] == "down"
+    _, message = health(unforgiving)
+    assert message["status"] == message["pipelines"]["chat"]["status"] == "failed"
+    assert message["pipelines"]["chat"]["error"] == "no worker is left of writer"
+    assert writer_of(message)["state"] == "down"
     assert refused(unforgiving, "it cannot be used any more") == ("stage_down", None)

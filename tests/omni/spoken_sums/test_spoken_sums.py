@@ -166,18 +166,18 @@ def test_streaming_changes_no_token_of_what_is_written_and_said(
         OmniRequest(typed(text).prompt, speaker=speaker)
         for text, speaker in (("six times seven", "Ada"), ("hello", "Ben"))
     ]
-    told = []
+    reported = []
     for omni in streamed_and_not:
         outputs = omni.generate(asked)
         assert [output.error for output in outputs] == [None, None]
-        told.append(
+        reported.append(
             [
                 [output.stages[name].token_ids for name in ("thinker", "talker")]
                 for output in outputs
             ]
         )
-    assert told[0] == told[1]
-    assert told[0][0][1] != told[0][1][1]
+    assert reported[0] == reported[1]
+    assert reported[0][0][1] != reported[0][1][1]
 
 
 def test_what_ships_is_small_finite_and_described() -> None:

@@ -596,8 +596,8 @@ def test_without_a_hit_nothing_was_proven(seeded: Callable[[str], str]) -> None:
         report = verify(proving, less_than_a_block)
     assert report.equal and not report.failures and not report.has_hits
     assert report.lines()[0].startswith("NOTHING WAS PROVEN: no request used anything that was")
-    told = [line for line in report.lines() if line.startswith("stage ")]
-    assert all(line.endswith("nothing was proven of this stage") for line in told)
+    reported = [line for line in report.lines() if line.startswith("stage ")]
+    assert all(line.endswith("nothing was proven of this stage") for line in reported)
 
 
 def test_a_stage_without_hits_is_reported_next_to_one_with_hits(proving: Omni) -> None:
@@ -617,8 +617,8 @@ def test_a_stage_whose_caching_is_off_is_not_tested_and_the_report_says_so(
     report = verify(proving, PROVING)
     writer, reader = report.stages
     assert writer.has_hits and not reader.has_hits and report.has_hits
-    told = [line for line in report.lines() if "caching is off in its settings" in line]
-    assert len(told) == 1 and told[0].startswith("stage 'reader'")
+    reported = [line for line in report.lines() if "caching is off in its settings" in line]
+    assert len(reported) == 1 and reported[0].startswith("stage 'reader'")
     proving.pipeline.stages["writer"].enable_prefix_caching = False
     report = verify(proving, PROVING)
     assert not report.has_hits

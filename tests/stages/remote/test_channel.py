@@ -101,10 +101,10 @@ def relay() -> tuple[End, End, End, End]:
 
 
 def rows(num: int, value: float = 1.0) -> Note:
-    return told(rows=torch.full((num, 256), value))
+    return reported(rows=torch.full((num, 256), value))
 
 
-def told(**tensors: torch.Tensor) -> Note:
+def reported(**tensors: torch.Tensor) -> Note:
     return Note(outputs=(StageOutput("r", "s", True, tensors=tensors),))
 
 
@@ -126,7 +126,7 @@ def test_large_tensors_use_shared_memory_and_small_ones_the_message(pair: tuple[
     left, right = pair
     small = torch.ones(64, 256)
     large = torch.randn(65, 256)
-    left.channel.send(told(large=large, small=small))
+    left.channel.send(reported(large=large, small=small))
     arrived = tensors_of(right.next())
     assert isinstance(arrived, SharedTensors)
     assert torch.equal(arrived["large"], large) and torch.equal(arrived["small"], small)
@@ -342,7 +342,7 @@ def frame(content: bytes, version: int = PROTOCOL_VERSION) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("sent", "told"),
+    ("sent", "reported"),
     [
         (
             frame(b"", 99),
@@ -353,11 +353,13 @@ def frame(content: bytes, version: int = PROTOCOL_VERSION) -> bytes:
         (struct.pack("<BHQ", PROTOCOL_VERSION, 0, 2**40), "a frame of 1099511627776 bytes"),
     ],
 )
-def test_invalid_data_ends_the_channel_with_a_reason(sent: bytes, told: str, nothing_left: None):
+def test_invalid_data_ends_the_channel_with_a_reason(
+    sent: bytes, reported: str, nothing_left: None
+):
     ours, theirs = socket.socketpair()
     end = End(ours, "peer")
     theirs.sendall(sent)
-    assert re.search(told, end.reason())
+    assert re.search(reported, end.reason())
     theirs.close()
     assert end.channel.join(PATIENCE_S)
 

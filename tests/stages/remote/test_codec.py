@@ -112,8 +112,8 @@ def same(left: Any, right: Any) -> bool:
         return False
     if isinstance(left, np.ndarray | np.generic):
         left, right = np.asarray(left), np.asarray(right)
-        told = [(each.dtype, each.shape, each.tobytes()) for each in (left, right)]
-        return told[0] == told[1]
+        reported = [(each.dtype, each.shape, each.tobytes()) for each in (left, right)]
+        return reported[0] == reported[1]
     if isinstance(left, float):
         return struct.pack("d", left) == struct.pack("d", right)
     if isinstance(left, list | tuple):
@@ -438,7 +438,7 @@ UNKNOWN: Any = object()
 
 
 @pytest.mark.parametrize(
-    ("message", "told"),
+    ("message", "reported"),
     [
         (Note(UNKNOWN), r"Note\.value cannot be sent to another process: .* builtins.object"),
         (
@@ -458,8 +458,8 @@ UNKNOWN: Any = object()
     ],
 )
 @pytest.mark.filterwarnings("ignore:Sparse")
-def test_an_unsupported_value_is_reported_with_its_location(message: object, told: str):
-    with pytest.raises(ValueError, match=told):
+def test_an_unsupported_value_is_reported_with_its_location(message: object, reported: str):
+    with pytest.raises(ValueError, match=reported):
         encode(message)
 
 
@@ -494,7 +494,7 @@ def test_a_garbled_message_is_a_message_or_a_value_error(data: st.DataObject):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "reported"),
     [
         (["Popen", "sh"], "Popen"),
         (["Abort", "r"], "Abort"),
@@ -511,8 +511,8 @@ def test_a_garbled_message_is_a_message_or_a_value_error(data: st.DataObject):
         (["Note", Ext(99, pack(["float32", [1], b"abcd"]))], "99"),
     ],
 )
-def test_an_invalid_message_is_refused(content: Any, told: str):
-    with pytest.raises(ValueError, match=told):
+def test_an_invalid_message_is_refused(content: Any, reported: str):
+    with pytest.raises(ValueError, match=reported):
         DECODER.decode(pack(content))
 
 

@@ -100,8 +100,8 @@ def test_a_worker_starts_in_its_parents_current_state(
         start_worker("users_own:function", b"to stdout", threads=3, name="a long name of a worker")
         for _ in range(2)
     ]
-    told = [json.loads(all_of(worker.sock)) for worker in workers]
-    for worker, each in zip(workers, told, strict=True):
+    reported = [json.loads(all_of(worker.sock)) for worker in workers]
+    for worker, each in zip(workers, reported, strict=True):
         fds = each["fds"]
         assert set(fds) == {"0", "1", "2", "3"}
         assert fds["0"] == os.devnull and fds["3"].startswith("socket:")
@@ -113,7 +113,7 @@ def test_a_worker_starts_in_its_parents_current_state(
         assert each["argv"] == ["a long name of a worker"]
         assert each["interrupt_is_ignored"] and not each["cuda"] and each["main"] is None
         assert psutil.Process(worker.pid).name() == "a long name of a"[:15]
-    assert not set(told[0]["random"]) & set(told[1]["random"]), (
+    assert not set(reported[0]["random"]) & set(reported[1]["random"]), (
         "random numbers differ between workers"
     )
     for worker in workers:
@@ -346,9 +346,9 @@ def test_a_fork_of_the_parent_has_its_own_workers(start: Callable[..., WorkerPro
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
-        told = module._server is None
+        reported = module._server is None
         shut_down()
-        os.write(write, b"y" if told else b"n")
+        os.write(write, b"y" if reported else b"n")
         os._exit(0)
     os.waitpid(pid, 0)
     assert os.read(read, 1) == b"y"

@@ -13,7 +13,7 @@ from stages.remote.worker_log import LogForwarder, Logged, forward_log, relay
 
 
 @pytest.fixture
-def told() -> Iterator[list[Logged]]:
+def reported() -> Iterator[list[Logged]]:
     """Records forwarded from a logger below ``omni``, as in a worker."""
     logger = logging.getLogger("omni")
     before = (logger.level, logger.propagate)
@@ -26,7 +26,7 @@ def told() -> Iterator[list[Logged]]:
 
 
 def test_a_forwarded_record_is_shown_unchanged(
-    told: list[Logged], capsys: pytest.CaptureFixture[str]
+    reported: list[Logged], capsys: pytest.CaptureFixture[str]
 ) -> None:
     logger = package_logger("engine.anywhere")
     logger.debug("too little")
@@ -36,20 +36,20 @@ def test_a_forwarded_record_is_shown_unchanged(
             raise KeyError("k")
         except KeyError:
             logger.exception("it failed")
-    assert [(each.logger, each.level, each.message) for each in told] == [
+    assert [(each.logger, each.level, each.message) for each in reported] == [
         ("omni.engine.anywhere", logging.WARNING, "100% of it"),
         ("omni.engine.anywhere", logging.ERROR, "it failed"),
     ]
     logging.getLogger("omni").handlers.clear()
     with shown_log(1, tracebacks=False):
-        for each in told:
+        for each in reported:
             relay(each)
     assert capsys.readouterr().err.splitlines() == [
         "warning: [talker/2] 100% of it",
         "error: [talker/2 r 7] it failed: KeyError: 'k'",
     ]
     with shown_log(0, tracebacks=True):
-        relay(told[1])
+        relay(reported[1])
     shown = capsys.readouterr().err
     assert shown.startswith("error: it failed\nTraceback (most recent call last):\n")
     assert shown.endswith("KeyError: 'k'\n")
@@ -93,6 +93,6 @@ def test_forwarding_that_logs_does_not_recurse() -> None:
     assert [each.message for each in heard] == ["once"]
 
 
-def test_long_messages_are_truncated(told: list[Logged]) -> None:
+def test_long_messages_are_truncated(reported: list[Logged]) -> None:
     package_logger("engine.anywhere").warning("x" * 2**20)
-    assert len(told[0].message) == 2**16
+    assert len(reported[0].message) == 2**16

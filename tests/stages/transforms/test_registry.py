@@ -153,7 +153,7 @@ def test_requirements_are_checked_before_the_transform_is_called() -> None:
 
     called: list[TransformContext] = []
     one = output("a", tensors={"codes": torch.zeros(1, 2)})
-    for sources, told in (
+    for sources, reported in (
         (
             [output("a")],
             r"'a' handed on no 'codes' \(.*; add 'codes' to its outputs",
@@ -161,7 +161,7 @@ def test_requirements_are_checked_before_the_transform_is_called() -> None:
         ([one, one], "takes one source, got 2: 'a', 'a'"),
         ([], "takes one source, got 0"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=reported):
             own(context(*sources))
     assert called == []
     assert own(context(one)) == TokensPrompt((1,))

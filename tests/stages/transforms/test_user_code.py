@@ -42,7 +42,7 @@ def test_a_module_next_to_the_pipeline_is_found_without_running_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("spec", "told"),
+    ("spec", "message"),
     [
         ("mine:g", r"'.*mine\.py' has no 'g'"),
         ("mine:functoin", "did you mean 'function'?"),
@@ -62,7 +62,7 @@ def test_a_module_next_to_the_pipeline_is_found_without_running_it(tmp_path: Pat
     ],
 )
 def test_a_missing_transform_is_reported_without_running_anything(
-    spec: str, told: str, tmp_path: Path
+    spec: str, message: str, tmp_path: Path
 ):
     write(
         tmp_path,
@@ -73,7 +73,7 @@ def test_a_missing_transform_is_reported_without_running_anything(
             "long.py": "#" * 2**20 + "\n" + BOMB,
         },
     )
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         locate_transform(spec, tmp_path)
 
 
@@ -189,7 +189,7 @@ def test_only_functions_marked_as_transforms_are_accepted(text: str, is_one: boo
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("def f(x): ...", r"'.*mine.py:f' is no transform: .* this one takes x"),
         ("def f(command: str): ...", "no transform: .* this one takes command: str"),
@@ -203,7 +203,7 @@ def test_only_functions_marked_as_transforms_are_accepted(text: str, is_one: boo
         ("f = 'text'", "is a str, not a function"),
     ],
 )
-def test_loaded_objects_that_are_no_transforms_are_refused(text: str, told: str, tmp_path: Path):
+def test_loaded_objects_that_are_no_transforms_are_refused(text: str, message: str, tmp_path: Path):
     located = locate_transform("mine:f", write(tmp_path, {"mine.py": text}))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         resolve_transform(located)

@@ -157,7 +157,7 @@ def test_the_key_may_come_from_the_environment_and_is_never_shown(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "reported"),
     rows(
         """
  | give either a pipeline or --url
@@ -202,10 +202,10 @@ two_step --prompt-tokens 8 --shared-prefix-tokens 8 | must be fewer than
 """.replace("NOWHERE", NOWHERE)
     ),
 )
-def test_a_mistake_is_reported_with_its_flag_before_anything_runs(flags: str, told: str):
+def test_a_mistake_is_reported_with_its_flag_before_anything_runs(flags: str, reported: str):
     result = bench(*flags.split())
     assert result.exit_code == 2
-    assert told in result.stderr and "Traceback" not in result.stderr
+    assert reported in result.stderr and "Traceback" not in result.stderr
 
 
 def test_all_wrong_lines_are_reported_before_anything_is_sent(tmp_path: Path):
@@ -253,13 +253,13 @@ def test_an_interrupt_prints_and_writes_the_results_so_far(tmp_path: Path):
         try:
             wait_for(lambda: served > 3 or process.poll() is not None)
             process.send_signal(signal.SIGTERM)
-            printed, told = process.communicate(timeout=PATIENCE_S)
+            printed, reported = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
-    assert process.returncode == 128 + signal.SIGTERM, told
+    assert process.returncode == 128 + signal.SIGTERM, reported
     assert "cut short" in printed and "end to end" in printed
-    assert "interrupted: what stands above is of the 3 requests that had ended" in told
-    assert "Traceback" not in told
+    assert "interrupted: what stands above is of the 3 requests that had ended" in reported
+    assert "Traceback" not in reported
     written = json.loads((tmp_path / "out.json").read_text())
     assert not written["is_complete"]
     counts = written["levels"][0]["requests"]

@@ -168,7 +168,7 @@ def failure_of(server: FakeOpenAI) -> RequestFailure:
 
 
 @pytest.mark.parametrize(
-    ("pieces", "kind", "told"),
+    ("pieces", "kind", "reported"),
     [
         ([chat_piece("a"), Break], "connection broke", ""),
         ([Break], "connection broke", ""),
@@ -185,14 +185,14 @@ def failure_of(server: FakeOpenAI) -> RequestFailure:
         ([b"data: " + b"[" * 200_000 + b"\n\n"], "unreadable event", ""),
     ],
 )
-def test_a_broken_stream_is_a_failure_of_its_kind(pieces: list[Any], kind: str, told: str):
+def test_a_broken_stream_is_a_failure_of_its_kind(pieces: list[Any], kind: str, reported: str):
     failure = failure_of(FakeOpenAI(saying(*pieces)))
-    assert failure.kind == kind and told in str(failure)
+    assert failure.kind == kind and reported in str(failure)
     assert not failure.is_rejection
 
 
 @pytest.mark.parametrize(
-    ("status", "error", "kind", "told"),
+    ("status", "error", "kind", "reported"),
     [
         (429, {"error": {"message": "full"}}, "status 429", "full"),
         (500, {"detail": "oh"}, "status 500", "oh"),
@@ -201,11 +201,13 @@ def test_a_broken_stream_is_a_failure_of_its_kind(pieces: list[Any], kind: str, 
         (502, b"x" * 500_000, "status 502", "xxx"),
     ],
 )
-def test_a_status_is_a_failure_and_429_a_rejection(status: int, error: Any, kind: str, told: str):
+def test_a_status_is_a_failure_and_429_a_rejection(
+    status: int, error: Any, kind: str, reported: str
+):
     server = FakeOpenAI()
     server.status, server.error = status, error
     failure = failure_of(server)
-    assert failure.kind == kind and told in str(failure)
+    assert failure.kind == kind and reported in str(failure)
     assert failure.is_rejection is (status == 429)
 
 
