@@ -28,7 +28,13 @@ from engine.interface.outputs import EncoderOutput, EngineStats, RequestMetrics
 from engine.interface.placed_error import described
 from engine.interface.sampling_params import SamplingParams
 from engine.models.model_loader import open_configured
-from engine.resources.device import on_device, require_finite, resolve_device, resolve_dtype
+from engine.resources.device import (
+    on_device,
+    require_finite,
+    resolve_device,
+    resolve_dtype,
+    warn_if_slow,
+)
 from engine.resources.memory_plan import MemoryPlan, resolve_num_blocks
 from engine.text.tokenizer import load_tokenizer, max_prompt_chars
 from prefix_cache import (
@@ -360,6 +366,7 @@ class EncoderEngine(Engine[EncoderOutput]):
         # Raises if the weight files are invalid, before they are loaded.
         checkpoint.weight_files  # noqa: B018
         device = resolve_device(config.device)
+        warn_if_slow(config.dtype, device)
         dtype = resolve_dtype(config.dtype, getattr(checkpoint.config, "dtype", None), device)
         self.config = config
         self._model = EncoderModel(

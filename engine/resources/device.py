@@ -131,13 +131,8 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 def resolve_dtype(
     name: str, checkpoint_dtype: torch.dtype | None, device: torch.device
 ) -> torch.dtype:
-    """Return a dtype by name; ``auto`` is the checkpoint's on CUDA, float32 on a CPU.
-
-    Warns about a half-precision type on a CPU without instructions for it.
-    """
+    """Return a dtype by name; ``auto`` is the checkpoint's on CUDA, float32 on a CPU."""
     if name != "auto":
-        if device.type == "cpu":
-            _warn_if_slow(name)
         return getattr(torch, name)
     if device.type == "cpu" or checkpoint_dtype is None:
         return torch.float32
@@ -145,10 +140,10 @@ def resolve_dtype(
 
 
 @cache
-def _warn_if_slow(dtype_name: str) -> None:
+def warn_if_slow(dtype_name: str, device: torch.device) -> None:
     """Warn once per process about a dtype that torch multiplies more slowly than float32."""
     suffix = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype_name)
-    if suffix is None:
+    if suffix is None or device.type != "cpu":
         return
     # Such as avx512_bf16 and amx_bf16; older versions of torch do not report them.
     capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
