@@ -178,6 +178,17 @@ def _start_followers(config: EngineConfig, choices: Choices) -> Followers | None
     return Followers(size, config_of, device)
 
 
+def _allocate_pages(
+    kv_config: KVCacheConfig, choices: Choices, followers: Followers | None
+) -> PagedMemory:
+    """Allocate the memory pool, on the followers of a split model as well."""
+    if followers is None:
+        return PagedMemory(kv_config, choices.device)
+    followers.send(FollowerPages(kv_config.num_large_pages))
+    followers.await_all("ready")
+    return LeaderMemory(kv_config, choices.device, followers)
+
+
 def _layer_ops(choices: Choices, config: EngineConfig) -> LayerOps:
     """Choose layer operations to match attention: with backend torch, neither uses own kernels."""
     if config.deterministic and (choices.attention != "native" or not load_kernels().has_linear):
@@ -412,12 +423,7 @@ class LLMEngine(Engine[RequestOutput]):
         if followers is not None:
             followers.await_all("loaded")
         kv_config, plan = plan_pages(config, model, choices)
-        if followers is None:
-            memory = PagedMemory(kv_config, choices.device)
-        else:
-            followers.send(FollowerPages(kv_config.num_large_pages))
-            followers.await_all("ready")
-            memory = LeaderMemory(kv_config, choices.device, followers)
+        memory = _allocate_pages(kv_config, choices, followers)
         self._kv = KVCacheManager(
             kv_config,
             enable_prefix_caching=config.enable_prefix_caching,
