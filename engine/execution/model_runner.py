@@ -40,6 +40,7 @@ from engine.execution.input_batch import (
 from engine.execution.tensor_parallel import followers_of
 from engine.interface.outputs import TokenLogprobs
 from engine.models.base import CausalModel
+from engine.native import NativeKernels
 from engine.requests.request import Request
 from engine.resources.device import are_finite, on_device, total, upload
 from engine.sampling.sampler import FurtherDraws, Judgement, Sampler, SamplingState
@@ -277,6 +278,7 @@ class ModelRunner:
         record: recorder of decode steps for replay; None: run them without graphs.
         deterministic: if true, run components whose rounding depends on the batch (encoders,
             towers, further codebooks) for one input, item or token at a time.
+        kernels: for sampling on a CPU; None: torch does their work.
     """
 
     def __init__(
@@ -294,6 +296,7 @@ class ModelRunner:
         row_dtype: torch.dtype | None = None,
         record: Recorder | None = None,
         deterministic: bool = False,
+        kernels: NativeKernels | None = None,
     ) -> None:
         self._model, self._followers = model, followers_of(memory)
         self._deterministic = deterministic
@@ -309,7 +312,7 @@ class ModelRunner:
         )
         self._contents = PageContents(memory)
         self._host_copy = HostCopy(device, max_num_batched_tokens)
-        self._sampler = Sampler()
+        self._sampler = Sampler(kernels)
         self._graphs: DecodeGraphs | None = None
         if record is not None:
             self._graphs = DecodeGraphs(self._decode, input_batch, device, record)

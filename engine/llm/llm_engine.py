@@ -189,6 +189,21 @@ def _allocate_pages(
     return LeaderMemory(kv_config, choices.device, followers)
 
 
+def _input_batch(
+    config: EngineConfig, model: CausalModel, choices: Choices, kv_config: KVCacheConfig
+) -> InputBatch:
+    return InputBatch(
+        max_num_seqs=max(config.max_num_seqs, _WARM_UP_SEQS),
+        max_model_len=max(choices.max_model_len, _WARM_UP_LEN),
+        block_sizes=[group.spec.block_size for group in kv_config.groups],
+        max_encoder_lens={
+            group_id: model.max_encoder_len
+            for group_id, group in enumerate(kv_config.groups)
+            if isinstance(group.spec, CrossAttentionSpec)
+        },
+    )
+
+
 def _layer_ops(choices: Choices, config: EngineConfig) -> LayerOps:
     """Choose layer operations to match attention: with backend torch, neither uses own kernels."""
     if config.deterministic and (choices.attention != "native" or not load_kernels().has_linear):
@@ -477,8 +492,9 @@ class LLMEngine(Engine[RequestOutput]):
         if model.placeholders:
             row = torch.empty(model.hidden_size, dtype=choices.computed_dtype, device="meta")
             self._encoder_cache_manager = EncoderCacheManager(manager, memory, row)
-        where = manager, memory, choices.attention
-        self._offloaded = build_offloaded_blocks(config, choices.checkpoint, *where)
+        self._offloaded = build_offloaded_blocks(
+            config, choices.checkpoint, manager, memory, choices.attention
+        )
         self._scheduler = Scheduler(
             manager,
             block_size=config.block_size,
@@ -496,21 +512,13 @@ class LLMEngine(Engine[RequestOutput]):
             memory=memory,
             swap_memory=swap_memory,
             backends=attention_backends(kv_config, choices, config),
-            input_batch=InputBatch(
-                max_num_seqs=max(config.max_num_seqs, _WARM_UP_SEQS),
-                max_model_len=max(choices.max_model_len, _WARM_UP_LEN),
-                block_sizes=[group.spec.block_size for group in kv_config.groups],
-                max_encoder_lens={
-                    group_id: model.max_encoder_len
-                    for group_id, group in enumerate(kv_config.groups)
-                    if isinstance(group.spec, CrossAttentionSpec)
-                },
-            ),
+            input_batch=_input_batch(config, model, choices, kv_config),
             device=choices.device,
             max_num_batched_tokens=max(config.max_num_batched_tokens, _WARM_UP_TOKENS),
             items=self._encoder_cache_manager,
             record=_recorder(config, model, choices),
             deterministic=config.deterministic,
+            kernels=load_kernels() if choices.attention == "native" else None,
         )
         self.memory_plan = replace(
             plan,

@@ -161,6 +161,29 @@ void omni_rotate(float *heads, int64_t row_stride, const float *cos, const float
     omni_team_run(rotate_rows, &rotation, omni_num_pieces(tokens, size), threads);
 }
 
+INLINE void mask_word(float *logits, uint64_t allowed, int n) {
+    if (allowed == UINT64_MAX) return;
+#pragma omp simd
+    for (int i = 0; i < n; i++) logits[i] = allowed >> i & 1 ? logits[i] : -INFINITY;
+}
+
+/* Set logits whose bit is 0 to minus infinity; a row's bits take row_bytes, lowest bit first. By one
+ * thread: to wake others takes longer. */
+void omni_mask_logits(float *logits, const uint8_t *allowed, int64_t rows, int64_t width,
+                      int64_t row_bytes) {
+    for (int64_t row = 0; row < rows; row++, logits += width, allowed += row_bytes) {
+        uint64_t word = 0;
+        int64_t i = 0;
+        for (; i + 64 <= width; i += 64) {
+            memcpy(&word, allowed + i / 8, 8);
+            mask_word(logits + i, word, 64);
+        }
+        word = 0;
+        memcpy(&word, allowed + i / 8, (width - i + 7) / 8);
+        mask_word(logits + i, word, (int)(width - i));
+    }
+}
+
 /* tanh to 1e-7 relative: near 0 an odd polynomial (Cephes), where 1 - 2 / (e^2x + 1) cancels. */
 INLINE float tanh_fast(float x) {
     const float z = x * x;

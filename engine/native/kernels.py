@@ -21,8 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.files.disk_cache import CacheFolderError, DiskCache, cache_root
@@ -110,6 +112,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "omni_add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float, c_int],
     "omni_gated_silu": [c_void_p] * 2 + [c_int64] * 2 + [c_int],
     "omni_rotate": [c_void_p, c_int64, c_void_p, c_void_p] + [c_int64] * 4 + [c_int],
+    "omni_mask_logits": [*[c_void_p] * 2, *[c_int64] * 3],
     "omni_linear": [c_void_p, c_int64, *[c_void_p] * 3, *[c_int64] * 3, c_void_p, c_int],
     "omni_linear_groups": [*[c_void_p] * 4, *[c_int64] * 3, c_void_p, c_int64, c_int],
     "omni_quantized": [
@@ -402,6 +405,23 @@ class NativeKernels:
         self._functions.omni_rotate(
             *(heads.data_ptr(), heads.stride(0), cos.data_ptr(), sin.data_ptr()),
             *(num_tokens, num_heads, head_dim, rotary_dim // 2, torch.get_num_threads()),
+        )
+
+    def mask_logits(self, logits: Tensor, allowed: NDArray[np.uint8]) -> None:
+        """Set logits ``(rows, vocab)`` of tokens that are not allowed to minus infinity, in place.
+
+        Args:
+            allowed: ``(rows, bytes)``: one bit per token, lowest id in the lowest bit.
+        """
+        _require(logits=logits)
+        rows, vocab = logits.shape
+        fits = allowed.dtype == np.uint8 and allowed.flags.c_contiguous and allowed.ndim == 2
+        if not fits or len(allowed) != rows or allowed.shape[1] * 8 < vocab:
+            raise ValueError(
+                f"logits {tuple(logits.shape)} take no {allowed.dtype} bits {allowed.shape}"
+            )
+        self._functions.omni_mask_logits(
+            logits.data_ptr(), allowed.ctypes.data, rows, vocab, allowed.shape[1]
         )
 
     def write_kv(

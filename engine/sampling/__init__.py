@@ -1,1 +1,2 @@
-"""From logits to token ids: penalties, masks, seeded draws. Imports interface."""
+"""From logits to token ids: penalties, masks, seeded draws. Imports interface, native
+and resources."""

@@ -32,6 +32,7 @@ from torch import Tensor, inf
 from engine.interface.outputs import TokenLogprobs
 from engine.interface.placed_error import PlacedError
 from engine.interface.sampling_params import SamplingParams
+from engine.native import NativeKernels
 from engine.resources.device import upload
 from engine.sampling.token_grammar import TokenGrammar, apply_grammars
 
@@ -522,7 +523,13 @@ class Sampler:
 
     The bias comes first, as in transformers: rules that read logits, such as the model's own rule
     and the repetition penalty, see biased ones. No bias unmasks a token.
+
+    Args:
+        kernels: for logits on a CPU; None: torch does their work.
     """
+
+    def __init__(self, kernels: NativeKernels | None = None) -> None:
+        self._kernels = kernels
 
     @torch.inference_mode()
     def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> SamplerOutput:
@@ -549,7 +556,7 @@ class Sampler:
             for row, state in enumerate(states):
                 if state.logits_processor is not None:
                     state.logits_processor.apply(adjusted[row], state.generated)
-            apply_grammars(adjusted, [state.grammar for state in states])
+            apply_grammars(adjusted, [state.grammar for state in states], self._kernels)
             apply_penalties(adjusted, states)
         return _choose(logits, adjusted, states, _TOP_P_SIZE)
 

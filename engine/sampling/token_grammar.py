@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from engine.interface.placed_error import PlacedError
 from engine.interface.structured_output import StructuredOutput
+from engine.native import NativeKernels
 from engine.resources.device import upload
 
 if TYPE_CHECKING:
@@ -137,22 +138,30 @@ def _refusal(reason: str) -> PlacedError:
     return PlacedError(("structured_output",), f"structured_output: {reason}")
 
 
-def apply_grammars(logits: Tensor, grammars: Sequence[TokenGrammar | None]) -> None:
+def apply_grammars(
+    logits: Tensor,
+    grammars: Sequence[TokenGrammar | None],
+    kernels: NativeKernels | None = None,
+) -> None:
     """Set tokens that a grammar does not allow next to minus infinity, in place.
 
     Args:
         logits: ``(n, vocab)``.
         grammars: one per row; None for a free row.
+        kernels: for float32 on a CPU; None: torch masks.
     """
     masks = {row: each.mask() for row, each in enumerate(grammars) if each is not None}
     if not masks:
         return
     # One operation from first to last: on a CPU, one torch call per row costs more than its work.
     first, last = min(masks), max(masks)
-    packed = np.full((last + 1 - first, len(masks[first])), 255, np.uint8)
-    for row, mask in masks.items():
-        packed[row - first] = np.frombuffer(mask, np.uint8)
+    free = b"\xff" * len(masks[first])
+    rows = b"".join(masks.get(row, free) for row in range(first, last + 1))
+    packed = np.frombuffer(rows, np.uint8).reshape(-1, len(free))
+    held = logits[first : last + 1]
+    if kernels is not None:
+        kernels.mask_logits(held, packed)
+        return
     allowed = np.unpackbits(packed, axis=1, count=logits.shape[1], bitorder="little")
     allowed_next = upload({"allowed": allowed.view(np.bool_)}, logits.device)["allowed"]
-    held = logits[first : last + 1]
     torch.where(allowed_next, held, held.new_full((), -torch.inf), out=held)

@@ -15,7 +15,8 @@ prefix_cache
 engine.interface.log_fields
 engine.interface, engine.files
 engine.resources
-engine.checkpoints, engine.text, engine.media, engine.native, engine.sampling
+engine.checkpoints, engine.text, engine.media, engine.native
+engine.sampling
 engine.requests
 engine.scheduling, engine.attention
 engine.layers

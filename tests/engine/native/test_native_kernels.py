@@ -94,6 +94,19 @@ def test_gate_keeps_extremes_finite_and_nan_visible(ops: LayerOps):
 
 
 @needs_kernels
+@pytest.mark.parametrize("vocab", [1, 63, 64, 130, 1000])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99, 1.0])
+def test_masked_logits_equal_torch(vocab: int, share: float):
+    logits = normal(5, vocab)
+    logits[0, :] = float("nan")
+    # As with llguidance, whole words of 32 bits, of which the last ones stand for no token.
+    allowed = np.random.default_rng(0).random((5, -(-vocab // 32) * 32)) < share
+    expected = logits.masked_fill(torch.from_numpy(~allowed[:, :vocab]), -torch.inf)
+    load_kernels().mask_logits(logits, np.packbits(allowed, axis=1, bitorder="little"))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_kernels
 @pytest.mark.parametrize("rotary_dim", [2, 6, 20, 24])
 def test_rotation_equals_torch_on_a_view_of_wider_rows(ops: LayerOps, rotary_dim: int):
     wide = normal(5, 4 * 24)
@@ -192,6 +205,8 @@ def test_unsupported_inputs_are_refused():
         kernels.gated_silu(normal(2, 5))
     with pytest.raises(ValueError, match="take no cos"):
         kernels.rotate(normal(2, 1, 4), normal(2, 1, 6), normal(2, 1, 6))
+    with pytest.raises(ValueError, match=r"logits \(2, 33\) take no uint8 bits \(2, 4\)"):
+        kernels.mask_logits(normal(2, 33), np.zeros((2, 4), np.uint8))
 
 
 def test_spans_accept_empty_tables_and_refuse_unsupported_layouts():
