@@ -243,7 +243,7 @@ class AudioEncoderInputs(EncoderInputMaker):
         hop, fits = int(self._extractor.hop_length), len(samples) <= self._window
         if fits and not needs_windows and (spans is None or spans):
             return self._of_features({"input_features": self._extract(samples)}, cache_salt)
-        padding = {} if fits and needs_windows else {"truncation": False, "padding": "longest"}
+        padding = {} if fits else {"truncation": False, "padding": "longest"}
         whole = self._extract(samples, **padding)
         window = self._window // hop
         windows = InputWindows(

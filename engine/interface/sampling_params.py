@@ -207,7 +207,7 @@ class SamplingParams(Settings):
             each window has this limit.
         min_tokens: stop tokens, EOS and stop strings are ignored before this many tokens.
         temperature: 0 is greedy.
-        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_k: keep the k likeliest tokens; 0, or -1 as in vLLM, keeps all.
         top_p: keep the smallest set of tokens whose probability reaches this.
         min_p: drop tokens less likely than this share of the likeliest.
         repetition_penalty: divides positive and multiplies negative logits of tokens seen in
@@ -235,7 +235,7 @@ class SamplingParams(Settings):
     max_tokens: int | None = Field(default=None, ge=0)
     min_tokens: int = Field(default=0, ge=0)
     temperature: float = Field(default=1.0, ge=0.0, allow_inf_nan=False)
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=-1)
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     repetition_penalty: float = Field(default=1.0, gt=0.0, allow_inf_nan=False)

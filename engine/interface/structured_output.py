@@ -114,18 +114,18 @@ class StructuredOutput(Settings):
         schema = self.json_schema if self.json_schema is not None else '{"type": "object"}'
         if '"format"' in schema:
             with suppress(ValueError, RecursionError):  # llguidance reports a malformed schema
-                schema = json.dumps(_without_unknown_formats(json.loads(schema)))
+                schema = json.dumps(without_unknown_formats(json.loads(schema)))
         return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_STYLE)
 
 
-def _without_unknown_formats(schema: Any) -> Any:
+def without_unknown_formats(schema: Any) -> Any:
     """Remove formats that llguidance refuses as unknown: they are only annotations."""
     if isinstance(schema, list):
-        return [_without_unknown_formats(each) for each in schema]
+        return [without_unknown_formats(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
     return {
-        key: value if key in _VALUE_KEYS else _without_unknown_formats(value)
+        key: value if key in _VALUE_KEYS else without_unknown_formats(value)
         for key, value in schema.items()
         if key != "format" or not isinstance(value, str) or _is_known_format(value)
     }

@@ -401,7 +401,7 @@ def _shape(
         # Keeps tokens at least min_p times as likely as the likeliest.
         shaped = shaped.masked_fill(shaped < min_p.log(), -torch.inf)
     max_k = int(asked[:, 2].max())
-    if max_k:
+    if max_k > 0:
         shaped = keep_top_k(shaped, uploaded["top_k"][:, None], max_k)
     if asked[:, 3].min() < 1.0:
         return keep_top_p(shaped, top_p, num_largest)
@@ -411,7 +411,7 @@ def _shape(
 def keep_top_k(logits: Tensor, top_k: Tensor, max_k: int) -> Tensor:
     """Keep each row's ``top_k`` largest, at most ``max_k``, and ties with the smallest of these.
 
-    Rows with a ``top_k`` of 0 keep all.
+    Rows with a ``top_k`` of 0 or -1 keep all.
     """
     max_k = min(max_k, logits.shape[1])
     largest = logits.topk(max_k, dim=-1).values

@@ -251,7 +251,7 @@ def _locate_model(reference: str, base_dir: Path | None) -> str:
     # The path is invalid or too long, or its home directory does not exist.
     except (OSError, RuntimeError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ValueError(f"no such folder: {reference[:80]!r}: {reason}") from error
+        raise ValueError(f"no such folder or file: {reference[:80]!r}: {reason}") from error
     if folder is not None:
         if not is_checkpoint:
             raise ValueError(
@@ -261,7 +261,7 @@ def _locate_model(reference: str, base_dir: Path | None) -> str:
         return str(folder)
     if reference.startswith((".", "~", "/")) or not _HUB_ID.fullmatch(reference):
         looked_in = " or ".join(dict.fromkeys(repr(str(place.absolute())) for place in candidates))
-        raise ValueError(f"no such folder: {looked_in}")
+        raise ValueError(f"no such folder or file: {looked_in}")
     return reference
 
 

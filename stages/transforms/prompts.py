@@ -13,6 +13,7 @@ _SENTENCE_END = re.compile(
 )
 _NO_END = re.compile(r"""(?:\b(?:Mrs?|Ms|Dr|Prof|St|vs|etc|No|e\.g|i\.e)|\b[A-Z]|(?:^|\s)\d+)\.$""")
 """Periods that do not end a sentence: after abbreviations, initials and list item numbers."""
+_MAX_NO_END = 32  # characters
 
 
 @register_transform("hidden_states_as_prompt_embeds")
@@ -69,9 +70,11 @@ def whole_sentences(context: TransformContext) -> TextChunk:
         raise ValueError(f"stage {source.stage!r} makes no text to split into sentences")
     text = source.text
     end = len(text) if context.is_last else 0
-    for found in () if context.is_last else _SENTENCE_END.finditer(text):
-        if not _NO_END.search(text, 0, found.end()):
-            end = found.end()
+    found = [] if context.is_last else [match.end() for match in _SENTENCE_END.finditer(text)]
+    for place in reversed(found):
+        if not _NO_END.search(text, max(0, place - _MAX_NO_END), place):
+            end = place
+            break
     return TextChunk(text[:end], context.is_last, context.speaker)
 
 

@@ -138,7 +138,7 @@ class Chat(TextResponse):
         for number, message in enumerate(self._body.messages):
             if message.content is None or isinstance(message.content, str):
                 content, audio = message.content, message.audio
-                if content is None and audio is not None:
+                if not content and audio is not None:
                     place = f"messages[{number}].audio.id"
                     content = audio.transcript or self._stored_text(audio.id, place)
                 said.append(message.for_template(content))

@@ -6,7 +6,15 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
 from engine import Prompt, SamplingParams, TextPrompt, TokensPrompt
 from engine.interface.placed_error import PlacedError, suggest
@@ -126,6 +134,9 @@ class ResponseFormat(ApiModel):
 class StructuredOutputs(ApiModel):
     """Constraint on the text in vLLM's format; validated as :class:`~engine.StructuredOutput`."""
 
+    without_effect: ClassVar = frozenset(("disable_fallback", "disable_any_whitespace"))
+    not_supported: ClassVar = {"disable_additional_properties": (False,), "whitespace_pattern": ()}
+
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
@@ -146,37 +157,27 @@ class StreamOptions(ApiModel):
     continuous_usage_stats: bool = False
 
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
     **dict.fromkeys(("include_stop_str_in_output", "use_beam_search"), (False,)),
     **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
     **{"length_penalty": (1.0,), "best_of": (1,), "bad_words": ()},
 }
 """Fields of vLLM with their defaults, the only accepted values."""
-_IGNORED_HINTS = frozenset(("user", "request_id", "guided_decoding_backend"))
+IGNORED_HINTS = frozenset(("user", "request_id", "guided_decoding_backend"))
 
 
-class TextRequest(StageFields):
-    """Fields of all requests that generate text; absent ones default to the stage's own values.
+class SampledRequest(StageFields):
+    """Sampling fields of all requests that generate text, by their names in ``SamplingParams``.
 
-    Sampling fields have the names of :class:`~engine.SamplingParams`, including those that OpenAI
-    does not have.
-
-    Attributes:
-        response_format: constraint on the text.
-        structured_outputs: the same in vLLM's format; ``guided_json``, ``guided_regex``,
-            ``guided_choice`` and ``guided_grammar`` are vLLM's older names.
+    They include those that OpenAI does not have; absent ones default to the stage's own values.
     """
 
-    model: str
-    stream: bool = False
-    stream_options: StreamOptions | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = None
-    n: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     presence_penalty: float | None = None
@@ -188,6 +189,21 @@ class TextRequest(StageFields):
     suppress_token_ids: list[int] | None = None
     logit_bias: dict[str, Any] | None = None
     truncate_prompt_tokens: int | None = None
+
+
+class TextRequest(SampledRequest):
+    """Fields of chats and completions.
+
+    Attributes:
+        response_format: constraint on the text.
+        structured_outputs: the same in vLLM's format; ``guided_json``, ``guided_regex``,
+            ``guided_choice`` and ``guided_grammar`` are vLLM's older names.
+    """
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int | None = None
     structured_output: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -237,7 +253,7 @@ _GUIDES = {
     "guided_grammar": "grammar",
 }
 _SAMPLING_FIELDS = tuple(
-    name for name in TextRequest.__annotations__ if name in SamplingParams.model_fields
+    name for name in TextRequest.model_fields if name in SamplingParams.model_fields
 )
 
 
@@ -318,6 +334,8 @@ class InputAudio(ApiModel):
 class ContentPart(ApiModel):
     """A part of a message; only the field named by ``type`` is set."""
 
+    without_effect: ClassVar = frozenset(("uuid", "cache_control"))
+
     type: Literal["text", "image_url", "input_audio", "audio_url", "video_url"]
     text: str | None = None
     image_url: ImageUrl | None = None
@@ -352,7 +370,8 @@ class ChatMessage(ApiModel):
 
     Only the text of a spoken answer is used: its content, else the transcript of its ``audio``,
     else the text stored by the server under the audio's id. An earlier answer with tool calls needs
-    no content, and a message of the role ``tool`` has the output of a call.
+    no content, and a message of the role ``tool`` has the output of a call. ``reasoning_content``
+    (``reasoning`` in newer clients) is for the chat template, which may show or leave it out.
     """
 
     not_supported: ClassVar = dict.fromkeys(("refusal", "function_call", "annotations"), ())
@@ -370,10 +389,13 @@ class ChatMessage(ApiModel):
     audio: EarlierAudio | None = None
     tool_calls: list[RequestedCall] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = Field(
+        default=None, validation_alias=AliasChoices("reasoning_content", "reasoning")
+    )
 
     @model_validator(mode="after")
     def _check_role_fields(self) -> ChatMessage:
-        for field in ("tool_calls", "audio"):
+        for field in ("tool_calls", "audio", "reasoning_content"):
             if getattr(self, field) and self.role != "assistant":
                 raise PlacedError((field,), f"belongs to an assistant's message, not {self.role}'s")
         if (self.tool_call_id is not None) != (self.role == "tool"):
@@ -389,7 +411,10 @@ class ChatMessage(ApiModel):
         said: dict[str, Any] = {"role": role, "content": content}
         if self.tool_calls:
             said["tool_calls"] = [call.for_template() for call in self.tool_calls]
-        return said | self.model_dump(include={"name", "tool_call_id"}, exclude_none=True)
+        return said | self.model_dump(include=_TEMPLATE_FIELDS, exclude_none=True)
+
+
+_TEMPLATE_FIELDS = {"name", "tool_call_id", "reasoning_content"}
 
 
 def _voice_name(value: Any) -> Any:
@@ -422,11 +447,11 @@ class ChatRequest(TextRequest):
     without_effect: ClassVar = frozenset(
         ("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
          "prediction", "verbosity", "prompt_cache_retention")
-    ) | _IGNORED_HINTS  # fmt: skip
-    not_supported: ClassVar = _NEUTRAL | {
+    ) | IGNORED_HINTS  # fmt: skip
+    not_supported: ClassVar = NEUTRAL | {
         "functions": (),
         "function_call": ("none", "auto"),
-        "web_search_options": (),
+        **dict.fromkeys(("web_search_options", "mm_processor_kwargs"), ()),
         **dict.fromkeys(("add_generation_prompt", "include_reasoning"), (True,)),
         **dict.fromkeys(("continue_final_message", "add_special_tokens", "echo"), (False,)),
     }
@@ -509,8 +534,8 @@ class CompletionRequest(TextRequest):
     ``logprobs`` is the number of tokens to report in addition to the sampled one.
     """
 
-    without_effect: ClassVar = _IGNORED_HINTS
-    not_supported: ClassVar = _NEUTRAL | {"suffix": ("",), "add_special_tokens": (True,)}
+    without_effect: ClassVar = IGNORED_HINTS
+    not_supported: ClassVar = NEUTRAL | {"suffix": ("",), "add_special_tokens": (True,)}
 
     prompt: PromptList
     max_tokens: int | None = None

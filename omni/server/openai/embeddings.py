@@ -29,7 +29,8 @@ class EmbeddingsRequest(RequestFields):
     first ``dimensions``, and then normalized to length 1.
     """
 
-    without_effect: ClassVar = frozenset(("user",))
+    without_effect: ClassVar = frozenset(("user", "request_id"))
+    not_supported: ClassVar = {"add_special_tokens": (True,), "embed_dtype": ("float32",)}
 
     model: str
     input: PromptList

@@ -21,7 +21,7 @@ from typing import Any
 from starlette import status
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from engine import AudioPrompt
+from engine import AudioPrompt, TranscriptionOptions
 from engine.interface.log_fields import package_logger
 from omni.server.openai.realtime_conversation import (
     Conversation,
@@ -161,7 +161,8 @@ class RealtimeSession:
         try:
             match await in_thread_if_large(parse_event, text):
                 case UpdateSession() as event:
-                    self._update(event.session)
+                    is_beta = event.type == "transcription_session.update"
+                    self._update(event.session, "transcription" if is_beta else event.session.type)
                     await self._send("session.updated", session=self._describe_session())
                 case AppendAudio() as event:
                     content = await decode_base64(event.audio, "audio")
@@ -201,8 +202,8 @@ class RealtimeSession:
         if self._kind == "realtime":
             plan_response(self._pipeline.omni.pipeline, options, "session")
 
-    def _update(self, session: SessionUpdate) -> None:
-        if session.type not in (None, self._kind):
+    def _update(self, session: SessionUpdate, kind: SessionKind | None) -> None:
+        if kind not in (None, self._kind):
             raise ApiError.bad_field(
                 "session.type",
                 f"this session is of type {self._kind!r}, which its address says: "
@@ -265,9 +266,14 @@ class RealtimeSession:
         """Transcribe a part of an item, and send the transcript as it is generated."""
         kind, sound = "conversation.item.input_audio_transcription", part.sound
         place = {"item_id": item_id, "content_index": index}
-        language = self._options.audio.input.transcription.language
+        asked = self._options.audio.input.transcription
         assert sound is not None
-        prompt = AudioPrompt(sound.floats, sound.rate, language=language)
+        prompt = AudioPrompt(
+            sound.floats,
+            sound.rate,
+            language=asked.language,
+            transcription=TranscriptionOptions(prompt=asked.prompt) if asked.prompt else None,
+        )
 
         async def write() -> None:
             async for words in words_of(pipeline, self._client, prompt, next(self._numbers)):

@@ -47,6 +47,8 @@ class Sound:
         return np.frombuffer(self.samples, "<i2").astype(np.float32) / np.float32(2**15)
 
 
+_MIN_COMMIT_S = 0.1
+"""Minimum seconds of sound of a commit, as with OpenAI: models refuse shorter ones later."""
 _SUBTYPES = {"audio/pcmu": "ULAW", "audio/pcma": "ALAW"}
 
 
@@ -146,14 +148,15 @@ class InputSound:
         """Return and clear the buffer, so that later audio belongs to a new turn.
 
         Raises:
-            ApiError: the buffer is empty, or its last sample is incomplete.
+            ApiError: the buffer has less than 100 ms, or its last sample is incomplete.
         """
-        if not self._buffer:
+        sound = whole_sound(bytes(self._buffer), self.form.rate, "audio")
+        if sound.seconds < _MIN_COMMIT_S:
             raise ApiError.bad_request(
-                "nothing was appended to the buffer of sound",
+                f"the buffer has {1000 * sound.seconds:.0f} ms of sound; a commit takes at least "
+                f"{1000 * _MIN_COMMIT_S:.0f} ms",
                 code="input_audio_buffer_commit_empty",
             )
-        sound = whole_sound(bytes(self._buffer), self.form.rate, "audio")
         self.clear()
         return sound
 

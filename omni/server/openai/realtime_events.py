@@ -73,11 +73,10 @@ class TurnDetection(ApiModel):
 class InputTranscription(ApiModel):
     """Pipeline that transcribes the user's speech; an empty name disables transcription."""
 
-    not_supported: ClassVar = {
-        "prompt": ("",), "delay": (), "keywords": (), "languages": (),
-    }  # fmt: skip
+    not_supported: ClassVar = {"delay": (), "keywords": (), "languages": ()}
 
     model: str = ""
+    prompt: str | None = None
     language: str | None = Field(default=None, min_length=1)
 
 
@@ -164,7 +163,7 @@ class ResponseOptions(ApiModel):
         for key in _OLDER_OPTIONS.keys() & data.keys():
             value = data[key]
             if key.endswith("audio_format"):
-                if value not in _OLDER_FORMATS:
+                if not isinstance(value, str) or value not in _OLDER_FORMATS:
                     known = ", ".join(_OLDER_FORMATS)
                     raise PlacedError((key,), f"should be one of {known}, got {value!r:.80}")
                 value = {"type": _OLDER_FORMATS[value]}
@@ -268,9 +267,9 @@ class ClientEvent(ApiModel):
 
 
 class UpdateSession(ClientEvent):
-    """Change the session's options for later events."""
+    """Change the session's options for later events; the second name is the beta's."""
 
-    type: Literal["session.update"]
+    type: Literal["session.update", "transcription_session.update"]
     session: SessionUpdate
 
 
@@ -376,7 +375,17 @@ def to_older_names(event: Mapping[str, Any]) -> Mapping[str, Any] | None:
         older["type"] = "conversation.item.created"
     if "session" in event:
         older["session"] = _to_older_session(event["session"])
+        if event["session"]["type"] == "transcription" and event["type"] == "session.updated":
+            older["type"] = "transcription_session.updated"
+    if "response" in older:
+        older["response"]["modalities"] = _older_modalities(
+            older["response"].pop("output_modalities", None)
+        )
     return older
+
+
+def _older_modalities(value: Any) -> Any:
+    return ["text", "audio"] if value == ["audio"] else value
 
 
 def _to_older_types(value: Any) -> Any:
@@ -396,10 +405,12 @@ def _to_older_session(session: Mapping[str, Any]) -> Mapping[str, Any]:
     older = {key: value for key, value in session.items() if key not in left_out}
     formats = {newer: name for name, newer in _OLDER_FORMATS.items()}
     for name, path in _OLDER_OPTIONS.items():
+        if session["type"] == "transcription" and path[:2] != ("audio", "input"):
+            continue
         value: Any = session
         for step in path:
             value = value.get(step) if isinstance(value, dict) else None
         if name.endswith("audio_format"):
             value = formats[value["type"]]
-        older[name] = ["text", "audio"] if value == ["audio"] else value
+        older[name] = _older_modalities(value)
     return older

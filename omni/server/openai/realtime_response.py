@@ -319,6 +319,8 @@ async def failure_of(
         async with asyncio.timeout(timeout_s):
             await work
     except ApiError as error:
+        # As repr: text quoted by an error may look like another log line.
+        _logger.warning("%s failed: %.500r", what, error.message)
         return error
     except TimeoutError:
         message = f"{what} was not done after {timeout_s:g} s, the server's limit, and was aborted"

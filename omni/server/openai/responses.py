@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from engine.interface.placed_error import PlacedError
 from omni.server.openai.answers import Usage, usage_of
 from omni.server.openai.chat import Chat
-from omni.server.openai.chat_request import ChatRequest, StageFields
+from omni.server.openai.chat_request import NEUTRAL, ChatRequest, SampledRequest, StructuredOutputs
 from omni.server.openai.tools import FunctionName, FunctionParts, ToolCall, add_call
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import ApiModel
@@ -188,7 +188,10 @@ class ReasoningOptions(ApiModel):
     effort: str | None = None
 
 
-class ResponsesRequest(StageFields):
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class ResponsesRequest(SampledRequest):
     """A request for a response.
 
     Instructions apply to this response only. The input and output of ``previous_response_id`` come
@@ -196,14 +199,12 @@ class ResponsesRequest(StageFields):
     """
 
     without_effect: ClassVar = frozenset(
-        ("user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+        ("user", "service_tier", "safety_identifier", "prompt_cache_key", "request_id",
          "prompt_cache_retention", "stream_options", "client_metadata", "max_tool_calls")
     )  # fmt: skip
-    not_supported: ClassVar = {
+    not_supported: ClassVar = NEUTRAL | {
         "background": (False,),
-        "conversation": (),
-        "include": (["reasoning.encrypted_content"],),
-        "prompt": (),
+        **dict.fromkeys(("conversation", "prompt", "mm_processor_kwargs"), ()),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
     }
@@ -218,13 +219,21 @@ class ResponsesRequest(StageFields):
     store: bool = True
     stream: bool = False
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    metadata: dict[str, str] = Field(default_factory=dict)
+    include: list[str] = Field(default_factory=list)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    structured_outputs: StructuredOutputs | None = None
     tools: list[FunctionToolParts] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool = True
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
+
+    @model_validator(mode="after")
+    def _check_include(self) -> ResponsesRequest:
+        if _LOGPROBS in self.include:  # the others are about tools that no model here has
+            raise PlacedError(("include",), f"{_LOGPROBS!r} is not supported by this server")
+        return self
 
     def messages(self) -> list[dict[str, Any]]:
         """Convert the input to chat messages."""
@@ -258,30 +267,27 @@ class ResponsesRequest(StageFields):
                 raise ApiError.bad_field("input", f"no call is {message['tool_call_id']!r:.80}")
         form = self.text.format if self.text is not None else None
         schema = form.json_schema if form is not None else None
-        asked = {
-            "model": self.model,
+        asked = self.model_dump(include=_CHAT_FIELDS, by_alias=True) | {
             "messages": [*first, *history, *own],
             "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "stream": self.stream,
             **to_chat_tools(self.tools, self.tool_choice),
-            "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": form
             and {
                 "type": form.type,
                 "json_schema": None if schema is None else {"schema": schema},
             },
             "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
-            "stages": self.stages,
-            "priority": self.priority,
-            "cache_salt": self.cache_salt,
         }
         try:
             return ChatRequest.model_validate(asked, strict=True)
         except ValidationError as error:
             finding = error.errors(include_url=False)[0]
             raise ApiError.bad_request(f"input: {finding['msg']}", param="input") from error
+
+
+_CHAT_FIELDS = {"model", "stream", "parallel_tool_calls", "chat_template_kwargs",
+                "structured_outputs", *SampledRequest.model_fields}  # fmt: skip
+"""Fields that a chat request has under the same names."""
 
 
 class Responses(Chat):
@@ -361,7 +367,7 @@ class _Writer:
             mode="json",
             by_alias=True,
             include={"instructions", "max_output_tokens", "temperature", "top_p", "reasoning",
-                     "parallel_tool_calls", "previous_response_id", "store", "text"},
+                     "metadata", "parallel_tool_calls", "previous_response_id", "store", "text"},
         )  # fmt: skip
         choice = body.tool_choice or "auto"
         self.response: dict[str, Any] = given | {
@@ -376,7 +382,6 @@ class _Writer:
             "text": given["text"] or {"format": {"type": "text"}},
             "error": None,
             "incomplete_details": None,
-            "metadata": {},
             "usage": None,
         }
 
@@ -404,7 +409,7 @@ class _Writer:
         """Complete the response, with its events."""
         if not self._output:
             self._open_text()
-        self._close_text()
+        self._close_text("incomplete" if is_cut else "completed")
         self.response["status"] = "incomplete" if is_cut else "completed"
         if is_cut:
             self.response["incomplete_details"] = {"reason": "max_output_tokens"}
@@ -425,14 +430,14 @@ class _Writer:
         item["content"].append({"type": "output_text", "text": "", "annotations": []})
         self._text_event("response.content_part.added", part=item["content"][0])
 
-    def _close_text(self) -> None:
+    def _close_text(self, status: str = "completed") -> None:
         if not self._is_text_open:
             return
         self._is_text_open = False
         (part,) = self._output[-1]["content"]
         self._text_event("response.output_text.done", text=part["text"], logprobs=[])
         self._text_event("response.content_part.done", part=part)
-        self._close_item()
+        self._close_item(status)
 
     def _add_call(self, call: ToolCall) -> None:
         name, arguments = call.function.name, call.function.arguments
@@ -450,9 +455,9 @@ class _Writer:
         self._event("response.output_item.added", output_index=number, item=item)
         return item
 
-    def _close_item(self) -> None:
+    def _close_item(self, status: str = "completed") -> None:
         number, item = len(self._output) - 1, self._output[-1]
-        item["status"] = "completed"
+        item["status"] = status
         self._event("response.output_item.done", output_index=number, item=item)
 
     def _text_event(self, kind: str, **fields: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
@@ -24,6 +24,8 @@ class TokenizeRequest(ApiModel):
 
     ``add_special_tokens`` adds the tokenizer's own, such as BOS; a chat template writes its own.
     """
+
+    not_supported: ClassVar = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
 
     model: str
     prompt: str | None = None
@@ -88,10 +90,15 @@ def _encode(body: TokenizeRequest, tokenizer: Any) -> list[int]:
     if body.messages is not None:
         messages = []
         for message in body.messages:
-            is_spoken = message.content is None and message.audio is not None
-            if is_spoken or isinstance(message.content, list):
+            content: str | list[dict[str, str | None]] | None
+            if isinstance(message.content, list):
+                content = [part.model_dump(include={"type", "text"}) for part in message.content]
+            else:
+                content = message.content
+            has_file = isinstance(content, list) and any(part["text"] is None for part in content)
+            if has_file or (not content and message.audio is not None):
                 raise ApiError.bad_field("messages", "contents must be text here")
-            messages.append(message.for_template(message.content))
+            messages.append(message.for_template(content))
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         adds_special = False
         try:

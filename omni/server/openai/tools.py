@@ -25,7 +25,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, Field
 
-from engine.interface.structured_output import JSON_STYLE
+from engine.interface.structured_output import JSON_STYLE, without_unknown_formats
 from omni.pipelines.pipeline_config import ToolFormat
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import ApiModel
@@ -148,7 +148,7 @@ def call_grammar(tools: Sequence[FunctionTool], *, several: bool) -> str:
         function = tool.function
         begin = f'{{"name": {json.dumps(function.name)}, "arguments": '
         schema = function.parameters or {"type": "object", "additionalProperties": False}
-        styled = json.dumps({"x-guidance": JSON_STYLE} | schema)
+        styled = json.dumps({"x-guidance": JSON_STYLE} | without_unknown_formats(schema))
         lines += [f'{call}: {json.dumps(begin)} {call}_args "}}"', f"{call}_args: %json {styled}"]
     return "\n".join(lines)
 

@@ -20,6 +20,7 @@ from engine import (
     AudioPrompt,
     AudioTask,
     ExplicitEncoderDecoderPrompt,
+    SamplingParams,
     TokenLogprobs,
     TranscriptionOptions,
     TranscriptionWindow,
@@ -167,6 +168,7 @@ class TranscriptionRequest(ApiModel):
     options of ``TranscriptionOptions`` have their own names; several temperatures may be given.
     """
 
+    without_effect: ClassVar = frozenset(("user", "request_id"))
     not_supported: ClassVar = {"include": ()}
 
     model: str
@@ -179,6 +181,13 @@ class TranscriptionRequest(ApiModel):
     no_speech_threshold: float | None = None
     condition_on_prev_tokens: bool | None = None
     prompt: str | None = None
+    seed: int | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     stream: bool = False
     vad: bool | None = None
     chunking_strategy: Literal["auto", "server_vad"] | None = None
@@ -206,6 +215,7 @@ class TranscriptionRequest(ApiModel):
         """Options for the model; with a temperature of 0 the stage chooses further ones."""
         names = {each.name for each in fields(TranscriptionOptions)}
         given: dict[str, Any] = self.model_dump(include=names)
+        given["prompt"] = self.prompt or None  # clients send an empty one for none
         given["temperature"] = None if self.temperature == (0.0,) else self.temperature
         options = TranscriptionOptions(**given, return_token_timestamps=self.wants_words or None)
         return options if options.given else None
@@ -258,6 +268,9 @@ async def read_transcription(request: Request) -> tuple[TranscriptionRequest, by
 
 
 _LISTS = ("temperature", "timestamp_granularities")
+_SAMPLING_FIELDS = TranscriptionRequest.model_fields.keys() & SamplingParams.model_fields.keys() - {
+    "temperature"
+}
 
 
 def _value_of(key: str, values: Sequence[Any]) -> Any:
@@ -287,7 +300,7 @@ class Transcription(PipelineResponse):
         if self._tokenizer is None:
             raise ApiError.bad_request("this model has no tokenizer", param="model")
         own = self.stages.stages[self._stage].sampling
-        sampling: dict[str, Any] = {}
+        sampling: dict[str, Any] = body.model_dump(include=_SAMPLING_FIELDS, exclude_none=True)
         if own is not None and own.max_repeats is None:
             sampling["max_repeats"] = _MAX_REPEATS
         if body.temperature is not None:

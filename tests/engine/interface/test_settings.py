@@ -194,7 +194,7 @@ def test_the_error_of_pydantic_is_not_chained() -> None:
         ("max_tokens", -1),
         ("min_tokens", -1),
         *(("temperature", value) for value in (-0.1, math.nan, math.inf)),
-        ("top_k", -1),
+        ("top_k", -2),
         *(("top_p", value) for value in (0.0, 1.1, math.nan)),
         *(("min_p", value) for value in (-0.1, 1.1)),
         *(("repetition_penalty", value) for value in (0.0, math.inf)),

@@ -703,7 +703,7 @@ def test_spans_hold_speech_and_little_else():
     assert np.allclose(np.array(twice) / 2, spans, atol=RATE / 10)
 
 
-@pytest.mark.parametrize("seconds", [1.0, 5.0])
+@pytest.mark.parametrize("seconds", [0.002, 1.0, 5.0])
 def test_silence_and_noise_give_no_text(vad_engine: LLMEngine, seconds: float):
     for samples in (np.zeros(round(seconds * RATE), np.float32), noise(seconds)):
         (output,) = completions(vad_engine.generate([AudioPrompt(samples, RATE)], SHORT))

@@ -304,7 +304,7 @@ def test_validate_checks_requests(tmp_path: Path) -> None:
 
 BAD_INPUT = rows("""
 run two_stp -p x | did you mean 'two_step'?
-validate two_step --set stages.writer.model=./nowhere | stages.writer.model: no such folder
+validate two_step --set stages.writer.model=./nowhere | stages.writer.model: no such folder or file
 run two_step | give either --chat, --prompt
 verify two_step -p x --language en | --language stands beside --audio only
 run two_step -p x -i requests.jsonl | give either --chat, --prompt
@@ -325,5 +325,5 @@ def test_bad_input_is_one_clear_error_without_a_traceback(command: str, expected
 
 
 def test_debug_shows_the_traceback() -> None:
-    with pytest.raises(ValueError, match="no such folder"):
+    with pytest.raises(ValueError, match="no such folder or file"):
         omni("validate", "two_step", "--set", "stages.writer.model=./nowhere", "--debug")

@@ -151,9 +151,9 @@ stages.writer.engine.max_num_batched_tokens=8 | engine: max_num_batched_tokens (
 stages.writer.final_output=audio | final_output: should be 'text' or 'tensors', got 'audio' |
 stages.writer.final_output= & stages.reader.final_output= | stages: nothing comes out | final_output
 stages.reader.final_output= | stages.reader: no stage takes its output | final_output
-stages.writer.model=./nope | stages.writer.model: no such folder |
-stages.writer.model=x/LONG | stages.writer.model: no such folder: 'x/yyy |
-stages.writer.model=~nobody-of-this-name/x | stages.writer.model: no such folder |
+stages.writer.model=./nope | stages.writer.model: no such folder or file |
+stages.writer.model=x/LONG | stages.writer.model: no such folder or file: 'x/yyy |
+stages.writer.model=~nobody-of-this-name/x | stages.writer.model: no such folder or file |
 stages.reader.inputs.transform=LONG.py:f | stages.reader.inputs.transform | there is no file
 stages.reader.inputs.transform=LONG:f | stages.reader.inputs.transform | not installed
 stages.writer.model=~/n/o | stages.writer.model: no such |

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from omni import ChatPrompt, OmniRequest, SamplingParams, TextPrompt, TokensPrompt
+from omni.server.openai.chat_request import ChatMessage
 from stages import StageOutput
 from tests.support.live_server import LiveServer
 
@@ -27,6 +28,8 @@ NEUTRAL: dict[str, Any] = {
     "length_penalty": 1.0,
     "best_of": 1,
     "bad_words": [],
+    "top_k": -1,
+    "mm_processor_kwargs": {},
     "request_id": "one",
     "guided_decoding_backend": "auto",
 }
@@ -307,6 +310,24 @@ def test_an_unknown_audio_id_is_refused(client: Any):
     spoken["role"] = "user"
     with pytest.raises(openai.BadRequestError, match="belongs to an assistant's message"):
         client.chat.completions.create(model="chat", messages=[*HELLO, spoken])
+
+
+def test_reasoning_is_for_the_template_and_part_ids_change_nothing(client: Any):
+    part = {"type": "text", "text": HELLO[1]["content"], "uuid": "a"}
+    thought = [
+        {"role": "assistant", "content": "None.", key: "Let me count."}
+        for key in ("reasoning_content", "reasoning")
+    ]
+    answers = [
+        client.chat.completions.create(
+            model="chat", messages=[HELLO[0], question, *said, HELLO[1]]
+        ).choices
+        for question in (HELLO[1], {"role": "user", "content": [part]})
+        for said in ([thought[0]], [thought[1]], [{"role": "assistant", "content": "None."}])
+    ]
+    assert all(each == answers[0] for each in answers), "this template does not show it"
+    message = ChatMessage(role="assistant", content="None.", reasoning_content="Let me count.")
+    assert message.for_template("None.")["reasoning_content"] == "Let me count."
 
 
 def test_a_developer_message_is_a_system_message(client: Any):

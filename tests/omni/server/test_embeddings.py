@@ -69,7 +69,10 @@ def test_rows_are_shortened_like_those_of_sentence_transformers(client: Any, enc
 
 def test_one_text_and_token_ids_have_embeddings(client: Any):
     for given in ("Once", [5, 6, 7], [[5, 6], [7]]):
-        answer = client.embeddings.create(model="encode_then_generate", input=given)
+        hints = {"request_id": "a", "add_special_tokens": True, "embed_dtype": "float32"}
+        answer = client.embeddings.create(
+            model="encode_then_generate", input=given, extra_body=hints
+        )
         assert len(answer.data) == (2 if isinstance(given[0], list) else 1)
 
 

@@ -88,7 +88,7 @@ def ask(client: Any, prompt: str = "x", model: str = "gated", **more: Any) -> st
         (
             {"extra_body": {"stages": {"writer": {"top_k": -2}}}},
             "stages.writer.top_k",
-            "greater than or equal to 0",
+            "greater than or equal to -1",
         ),
         ({"extra_body": {"stages": {"riter": {}}}}, "stages.riter", "did you mean 'writer'?"),
         ({"modalities": ["text", "audio"]}, "audio", "goes together"),

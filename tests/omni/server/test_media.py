@@ -229,6 +229,7 @@ def check_forms_of_earlier_answer(
         {"content": content},
         as_it_came,
         {"audio": {"id": audio_id}},
+        {"content": "", "audio": {"id": audio_id}},
         {"audio": {"id": "of another server", "transcript": content}},
     ]
     answers = {

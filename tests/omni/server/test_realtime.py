@@ -221,7 +221,7 @@ MISTAKES = rows("""
 { |  | not valid JSON
 [] |  | JSON object
 {"type": "response.make"} | type | unknown event 'response.make'
-{"type": "input_audio_buffer.commit"} |  | nothing was appended
+{"type": "input_audio_buffer.commit"} |  | the buffer has 0 ms of sound
 {"type": "input_audio_buffer.append", "audio": "%"} | audio | not valid base64
 {"type": "response.create"} |  | no items
 {"type": "response.cancel"} |  | no response is being given

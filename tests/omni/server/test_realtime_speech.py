@@ -75,7 +75,8 @@ class Talk:
         event = json.loads(self.socket.recv(timeout=PATIENCE_S))
         known = json.loads(json.dumps(event))
         if self.known is OLDER and "session" in known:
-            del known["session"]["model"]  # of its own models alone
+            known["session"].pop("model", None)  # of its own models alone
+            known["session"]["client_secret"] = {"expires_at": 0, "value": ""}  # of calls by REST
         self.known[event["type"]].model_validate(known)
         return event
 
@@ -470,8 +471,27 @@ def test_clients_of_the_beta_are_answered_in_its_names(server: LiveServer):
         assert {each["rate"] for each in of_kind(heard, "response.audio.delta")} == {8000}
         assert of_kind(heard, "conversation.item.created")
         assert not of_kind(heard, "conversation.item.added")
-        error = one.mistake("session.update", session={"input_audio_format": "opus"})
-        assert "pcm16" in error["message"]
+        response = heard[-1]["response"]
+        assert response["modalities"] == ["text", "audio"] and "output_modalities" not in response
+        for wrong in ("opus", {}, ["pcm16"]):
+            error = one.mistake("session.update", session={"input_audio_format": wrong})
+            assert "pcm16" in error["message"]
+        error = one.mistake("transcription_session.update", session={})
+        assert "type 'realtime'" in error["message"]
+
+
+def test_a_session_of_transcriptions_has_the_names_of_the_beta(server: LiveServer):
+    with talk(server, "ears&intent=transcription", OLDER, **{"OpenAI-Beta": "realtime=v1"}) as one:
+        options = {
+            "input_audio_format": "pcm16",
+            "input_audio_transcription": {"model": "whisper-1", "prompt": "Clocks."},
+        }
+        one.say("transcription_session.update", session=options)
+        session = one.until("transcription_session.updated")[-1]["session"]
+        assert session.items() >= options.items() and "modalities" not in session
+        one.speak(question())
+        written = "conversation.item.input_audio_transcription.completed"
+        assert of_kind(one.until(written), written)[0]["transcript"]
 
 
 def test_twenty_conversations_are_held_at_once(server: LiveServer):

@@ -197,9 +197,32 @@ def test_the_options_of_a_request_are_returned(client: openai.OpenAI) -> None:
     assert [tool.to_dict()["strict"] for tool in response.tools] == [True]
 
 
+def test_sampling_fields_and_metadata_are_accepted(client: openai.OpenAI) -> None:
+    body = {"model": "chat", "input": QUESTION, "metadata": {"run": "7"}, "temperature": 1.0}
+    body |= {
+        "seed": 5,
+        "max_output_tokens": 8,
+        "top_k": -1,
+        "include": ["file_search_call.results"],
+    }
+    body |= {"repetition_penalty": 1.0, "skip_special_tokens": True, "chat_template_kwargs": {}}
+    response: Any = client.post("/responses", body=body, cast_to=object)
+    assert response["metadata"] == {"run": "7"}
+    assert response["status"] == response["output"][-1]["status"] == "incomplete"
+    chat = client.chat.completions.create(
+        model="chat",
+        messages=[{"role": "user", "content": QUESTION}],
+        seed=5,
+        max_tokens=8,
+        temperature=1.0,
+    )
+    assert response["output"][0]["content"][0]["text"] == chat.choices[0].message.content
+
+
 @pytest.mark.parametrize(
     ("wrong", "param", "message"),
     [
+        ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
         ({"input": []}, "input", "must not be empty"),
         ({"input": [{"type": "web_search_call"}]}, "input[0]", "should be an item of type message"),
         ({"input": [{"role": "user"}]}, "input[0].content", "missing"),

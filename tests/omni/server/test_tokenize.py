@@ -23,6 +23,13 @@ def post(client: openai.OpenAI, path: str, **body: Any) -> Any:
     [
         ({"prompt": "Once upon é"}, TextPrompt("Once upon é")),
         ({"messages": MESSAGES}, ChatPrompt(tuple(MESSAGES))),
+        (
+            {
+                "messages": [{"role": "user", "content": [{"type": "text", "text": "Who is it?"}]}],
+                "add_generation_prompt": True,
+            },
+            ChatPrompt(tuple(MESSAGES)),
+        ),
     ],
 )
 def test_tokens_equal_those_of_the_engine(
@@ -42,6 +49,12 @@ def test_tokens_equal_those_of_the_engine(
     [
         ("tokenize", {}, "prompt", "give a prompt or messages"),
         ("tokenize", {"prompt": "x", "messages": MESSAGES}, "prompt", "one of them"),
+        (
+            "tokenize",
+            {"messages": [{"role": "assistant", "content": "", "audio": {"id": "a"}}]},
+            "messages",
+            "must be text",
+        ),
         ("tokenize", {"prompt": "x", "model": "nobody"}, "model", "does not exist"),
         ("detokenize", {"tokens": [5, 10**6]}, "tokens[1]", "ids are below"),
         ("detokenize", {"tokens": [-1]}, "tokens[0]", "greater than or equal to 0"),

@@ -24,7 +24,8 @@ WEATHER: dict[str, Any] = {
     },
     "required": ["city", "days"],
     "additionalProperties": False,
-    "$defs": {"name": {"type": "string", "maxLength": 6}},
+    # A format that llguidance does not know, as Python's Path in pydantic's schemas.
+    "$defs": {"name": {"type": "string", "maxLength": 6, "format": "path"}},
 }
 ADD: dict[str, Any] = {
     "type": "object",

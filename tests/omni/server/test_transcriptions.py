@@ -289,7 +289,9 @@ def test_words_need_verbose_json() -> None:
 def test_fields_become_options_of_the_prompt() -> None:
     assert read(MODEL, ("temperature", "0"), SEGMENTS)[0].options is None
     fields = ("prompt", "Ada"), ("temperature[]", "0"), ("temperature[]", "0.4")
-    body = read(MODEL, *fields, ("condition_on_prev_tokens", "true"))[0]
+    assert read(MODEL, ("prompt", ""))[0].options is None
+    body = read(MODEL, *fields, ("condition_on_prev_tokens", "true"), ("seed", "7"))[0]
+    assert body.seed == 7
     assert body.options == TranscriptionOptions(
         prompt="Ada", temperature=(0.0, 0.4), condition_on_prev_tokens=True
     )
