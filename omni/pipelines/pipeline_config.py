@@ -72,6 +72,7 @@ class PipelineConfig(Settings):
     Attributes:
         name: name of the pipeline.
         description: its purpose, in a sentence.
+        examples: messages that the server's page offers to try.
         speaker: default voice of requests that name none; None for the checkpoint's first voice.
         voices: aliases of voices, such as ``{alloy: Ada}``, or recorded voices, such as
             ``{Ada: {audio: ada.wav}}``. OpenAI's stock names that are not listed are mapped to the
@@ -85,6 +86,7 @@ class PipelineConfig(Settings):
 
     name: Name
     description: str | None = None
+    examples: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     speaker: str | None = Field(default=None, min_length=1)
     voices: dict[Annotated[str, Field(min_length=1)], str | RecordedVoice] = Field(
         default_factory=dict

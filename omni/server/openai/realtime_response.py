@@ -129,9 +129,9 @@ class RealtimeResponse:
         if not hears:
             await _await_transcripts(items)
         elif "text" not in read:
-            items = tuple(item for item in items if any(part.sound for part in item.parts))[-1:]
+            items = tuple(item for item in items if item.role == "user")[-1:]
             instructions = None
-            if not items:
+            if not items or all(part.sound is None for part in items[0].parts):
                 raise ApiError.bad_request("this model hears, and nothing was said to it")
         messages, sounds = messages_of(items, instructions, hears=hears)
         if not messages:

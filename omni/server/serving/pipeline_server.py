@@ -118,6 +118,7 @@ class ServedPipeline:
         described: dict[str, Any] = {
             "stages": [{"name": name, "kind": stage.kind} for name, stage in stages.items()],
             "modalities": {"input": None, "output": list(dict.fromkeys(made))},
+            "examples": self.config.examples,
             "voices": None,
             "max_model_len": None,
         }

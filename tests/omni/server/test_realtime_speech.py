@@ -473,11 +473,24 @@ def test_clients_of_the_beta_are_answered_in_its_names(server: LiveServer):
         assert not of_kind(heard, "conversation.item.added")
         response = heard[-1]["response"]
         assert response["modalities"] == ["text", "audio"] and "output_modalities" not in response
-        for wrong in ("opus", {}, ["pcm16"]):
+        wrong_formats: list[Any] = ["opus", {}, ["pcm16"]]
+        for wrong in wrong_formats:
             error = one.mistake("session.update", session={"input_audio_format": wrong})
             assert "pcm16" in error["message"]
         error = one.mistake("transcription_session.update", session={})
         assert "type 'realtime'" in error["message"]
+
+
+def test_a_typed_question_to_a_model_that_only_hears_is_refused(server: LiveServer):
+    with talk(server, "ears") as one:
+        one.speak(question())
+        one.until("response.done")
+        one.say("conversation.item.create", item=message({"type": "input_text", "text": "Again?"}))
+        one.until("conversation.item.done")
+        one.say("response.create")
+        while (event := one.hear())["type"] != "error":
+            pass
+        assert "nothing was said" in event["error"]["message"]
 
 
 def test_a_session_of_transcriptions_has_the_names_of_the_beta(server: LiveServer):

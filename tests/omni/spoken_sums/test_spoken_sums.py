@@ -19,6 +19,7 @@ import stage_configs
 from engine import AudioPrompt, ChatPrompt
 from engine import ExplicitEncoderDecoderPrompt as Explicit
 from omni import Omni, OmniRequest
+from omni.pipelines.pipeline_config import PipelineConfig
 from omni.requests.request import OmniOutput
 
 SHIPPED = Path(stage_configs.__file__).parent / "spoken_sums"
@@ -178,6 +179,12 @@ def test_streaming_changes_no_token_of_what_is_written_and_said(
         )
     assert reported[0] == reported[1]
     assert reported[0][0][1] != reported[0][1][1]
+
+
+def test_the_examples_of_its_page_are_answered(thinker: Omni) -> None:
+    examples = PipelineConfig.load("spoken_sums").examples
+    answers = [reply(output) for output in thinker.generate([typed(text) for text in examples])]
+    assert answers == ["12 + 30 = forty two", "7 * 8 = fifty six"]
 
 
 def test_what_ships_is_small_finite_and_described() -> None:
