@@ -257,6 +257,8 @@ class EngineSettings(Settings):
             float16 is slow on a CPU.
         quantization: round the decoder's matrices on loading to 8 bits with a scale per output, or
             to 4 bits with a scale and an offset per 32 weights.
+        encoder_quantization: likewise for the matrices of towers of images, sounds and videos, and
+            of an encoder-decoder's encoder.
         device: ``auto`` uses CUDA if available.
         attention_backend: ``auto`` uses triton on CUDA, native on a CPU (C kernels, compiled on
             first use, also for norms and activations), torch where those cannot run.
@@ -300,6 +302,7 @@ class EngineSettings(Settings):
     trust_remote_code: bool = False
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     quantization: Literal["int8", "int4"] | None = None
+    encoder_quantization: Literal["int8", "int4"] | None = None
     device: str = "auto"
     attention_backend: Literal["auto", "native", "torch", "triton", "xformers"] = "auto"
     deterministic: bool = False

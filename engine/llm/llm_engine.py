@@ -147,6 +147,7 @@ def load_configured(
             max(choices.max_model_len, _WARM_UP_LEN),
             _layer_ops(choices, config),
             quantization=config.quantization,
+            encoder_quantization=config.encoder_quantization,
             stored_dtype=choices.stored_dtype,
             shards=shards,
         ),

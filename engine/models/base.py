@@ -39,6 +39,7 @@ class ModelSettings:
         pack_weights: if true, hold weights in the CPU library's own layout, which is faster for
             batches and equal up to rounding; None: if possible.
         quantization: how weights of linear layers are quantized on load; None: not quantized.
+        encoder_quantization: likewise for the linear layers of encoders and towers.
         stored_dtype: type of unquantized weights of linear layers, of decoders' embeddings and of
             the KV cache, which kernels convert as they read; None: ``dtype``.
         shards: the share of a decoder's linear layers that this process holds.
@@ -52,6 +53,7 @@ class ModelSettings:
     decoder_config_of: Callable[[PreTrainedConfig], Callable[[PreTrainedConfig], Any]] = _no_decoder
     pack_weights: bool | None = None
     quantization: Literal["int8", "int4"] | None = None
+    encoder_quantization: Literal["int8", "int4"] | None = None
     stored_dtype: torch.dtype | None = None
     shards: Shards = WHOLE
 
@@ -227,7 +229,7 @@ class CausalModel(nn.Module):
         mixtures = [module for module in modules if isinstance(module, SparseMoE)]
         routers = [router for mixture in mixtures for router in mixture.routers]
         for module in modules:
-            if isinstance(module, Linear) and module not in routers:
+            if isinstance(module, Linear) and not module.is_quantized and module not in routers:
                 module.hold_quantized(scheme, self.ops, dtype)
 
     def finish_loading(self, *, pack_weights: bool) -> None:

@@ -13,7 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.checkpoints.quantized_weight import Target
+from engine.checkpoints.quantized_weight import SCHEMES, QuantizationScheme, Target
+from engine.layers import Linear
 from engine.models.base import CausalModel, ModelSettings
 from engine.models.checked_loading import LoadTargets, load_checked
 from engine.requests.encoder_input import EncoderInput, EncoderView
@@ -32,9 +33,8 @@ class EncoderModule(nn.Module):
     max_len: int
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
-        for name, tensor in self.module.state_dict().items():
-            yield f"{prefix}{name}", tensor
+        """Yield checkpoint names under ``prefix``, each with the target of its tensor."""
+        return module_targets(self.module, prefix)
 
     @abstractmethod
     def check_input(self, entry: EncoderInput) -> None:
@@ -111,6 +111,45 @@ class TextEncoder(EncoderModule):
         return output.last_hidden_state[mask]
 
 
+class QuantizedLinear(Linear):
+    """A linear layer of a module of transformers, quantized while it is loaded.
+
+    Args:
+        name: of the layer in its module.
+        plain: the layer that it replaces.
+    """
+
+    def __init__(
+        self, name: str, plain: nn.Linear, settings: ModelSettings, scheme: QuantizationScheme
+    ) -> None:
+        shape = plain.in_features, {name: plain.out_features}
+        super().__init__(*shape, bias=plain.bias is not None, **settings.tensor_options)
+        self.hold_quantized(scheme, settings.ops)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``(..., in_features)`` to ``(..., out_features)``."""
+        return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
+
+
+def module_targets(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Target]]:
+    """Yield a placed module's names under ``prefix``, each with the target of its tensor."""
+    for name, tensor in module.state_dict().items():
+        yield f"{prefix}{name}", tensor
+    for layer in module.modules():
+        if isinstance(layer, QuantizedLinear):
+            yield from layer.targets(prefix)
+
+
+def _quantize_layers(module: nn.Module, settings: ModelSettings) -> None:
+    """Replace the linear layers of a module that is not loaded yet."""
+    if settings.encoder_quantization is None:
+        return
+    scheme = SCHEMES[settings.encoder_quantization]
+    for name, layer in list(module.named_modules()):
+        if type(layer) is nn.Linear:  # subclasses are read in ways of their own
+            module.set_submodule(name, QuantizedLinear(name, layer, settings, scheme))
+
+
 def build_empty(
     make: Callable[[Any], ModelT], config: PreTrainedConfig, settings: ModelSettings
 ) -> ModelT:
@@ -128,7 +167,10 @@ def make_unplaced(make: Callable[[Any], ModelT], config: PreTrainedConfig) -> Mo
 
 
 def place(module: ModelT, settings: ModelSettings) -> ModelT:
-    """Allocate a meta module on the settings' device, which may be ``meta`` again."""
+    """Allocate a meta module on the settings' device, which may be ``meta`` again.
+
+    Its linear layers are those of ``settings.encoder_quantization``.
+    """
     for parameter in module.parameters():
         parameter.data = parameter.data.to(settings.dtype)
     if settings.device.type != "meta":
@@ -137,6 +179,8 @@ def place(module: ModelT, settings: ModelSettings) -> ModelT:
             # transformers' own flag: the next line skips tensors that have it.
             stored._is_hf_initialized = True
         module.initialize_weights()
+    # Only now: it writes to some layers by name. Weights that nothing has written take no memory.
+    _quantize_layers(module, settings)
     module.requires_grad_(False).eval()
     return module
 

@@ -139,7 +139,8 @@ def load_model(
     if checkpoint.is_outline:
         with config_errors(checkpoint):
             model = build_on(torch.device("meta"))
-        for name, place in model.targets("model."):
+        # Each once: towers may share weights. Not by name: without files, prefixes are not known.
+        for name, place in dict.fromkeys(model.targets("model.")):
             if not isinstance(place, torch.Tensor):
                 scheme, plain = checkpoint.scheme_of(name), torch.empty(place.shape, device="meta")
                 place.copy_(plain if scheme is None else scheme.quantize(plain))  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from engine.attention.layer import AttentionStep
 from engine.checkpoints.quantized_weight import QuantizationScheme, Target
 from engine.inputs.multimodal_inputs import FeatureTaker, ItemSide
 from engine.models.base import CausalModel
+from engine.models.encoder_module import module_targets
 from engine.requests.encoder_input import Modality, MultiModalInput
 
 _EMBEDDING = "embed_tokens.weight"
@@ -39,9 +40,7 @@ class ItemTower(nn.Module, FeatureTaker):
 
     def targets(self, stored: Collection[str]) -> Iterator[tuple[str, Target]]:
         """Yield names as in the checkpoint's ``stored`` ones, each with the tensor to load into."""
-        prefix = unique_prefix(stored, self.known_weight)
-        for name, tensor in self.module.state_dict().items():
-            yield f"{prefix}{name}", tensor
+        return module_targets(self.module, unique_prefix(stored, self.known_weight))
 
     @abstractmethod
     def forward(self, inputs: Sequence[MultiModalInput]) -> list[Tensor]:

@@ -93,7 +93,7 @@ class MimiEncoder(nn.Module):
         self.num_codebooks = num_codebooks
         self.samples_per_frame = samples_per_frame(config)
         # In a shorter type, other codes of similar distance might be selected.
-        settings = replace(settings, dtype=torch.float32)
+        settings = replace(settings, dtype=torch.float32, encoder_quantization=None)
         self.module = build_empty(without("decoder", MimiModel), config, settings)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:

@@ -19,7 +19,7 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import build_decoder
-from engine.models.encoder_module import build_empty
+from engine.models.encoder_module import build_empty, module_targets
 from engine.models.multimodal import ItemTower, MultiModalModel, unique_prefix
 from engine.requests.encoder_input import Modality, MultiModalInput
 
@@ -65,9 +65,8 @@ class LlavaTower(ItemTower):
         root = unique_prefix(stored, self.known_weight)
         outer, inner = f"{root}vision_tower.", f"{root}vision_tower.vision_model."
         is_nested = any(name.startswith(inner) for name in stored)
-        for name, tensor in self.module.state_dict().items():
-            place = f"{root}{name}"
-            yield place.replace(outer, inner, 1) if is_nested else place, tensor
+        for place, target in module_targets(self.module, root):
+            yield place.replace(outer, inner, 1) if is_nested else place, target
 
     def num_rows(self, features: Mapping[str, Tensor]) -> int:
         """See :meth:`ItemTower.num_rows`; ``pixel_values`` is ``(channels, height, width)``."""

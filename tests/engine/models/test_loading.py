@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForImageTextToText
 
 from engine.checkpoints.checkpoint import Checkpoint
+from engine.checkpoints.quantized_weight import SCHEMES
 from engine.models.base import CausalModel, ModelSettings
-from engine.models.encoder_module import EncoderDecoderModel
+from engine.models.encoder_module import EncoderDecoderModel, QuantizedLinear
 from engine.models.mllama.mllama import MllamaModel
 from engine.models.model_loader import find_family, load_model
 from engine.models.multimodal import MultiModalModel
@@ -194,6 +196,20 @@ def test_every_published_naming_of_weights_loads(
     after = load_multimodal(folder).state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_layer_of_a_tower_is_quantized_as_it_is_loaded(form: str, bias: bool):
+    plain, scheme = nn.Linear(70, 32, bias=bias), SCHEMES[form]
+    settings = ModelSettings(torch.float32, torch.device("cpu"), 4, 96)
+    layer = QuantizedLinear("a.b", plain, settings, scheme)
+    for name, target in layer.targets("tower."):
+        target.copy_(getattr(plain, name.removeprefix("tower.a.b.")).data)
+    x = torch.randn(2, 3, 70, generator=torch.Generator().manual_seed(0))
+    expected = F.linear(x, scheme.quantize(plain.weight.data).dequantize(), plain.bias)
+    torch.testing.assert_close(layer(x), expected, rtol=5e-3, atol=5e-3)
+    assert layer.weight is None and plain.weight.nbytes / 9 < layer.nbytes < plain.weight.nbytes / 2
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])

@@ -26,6 +26,12 @@ FORMATS: Mapping[str, tuple[dict[str, Any], float]] = {
     "int8": ({"quantization": "int8"}, 0.1),
     "int4": ({"quantization": "int4"}, 0.7),
 }
+ENCODERS = (
+    *("bart", "t5", "whisper", "mllama", "llava", "qwen2_5_vl", "qwen3_vl", "qwen3_5_vision"),
+    *("gemma3_vision", "qwen3_asr", "voxtral", "qwen2_5_omni", "qwen3_omni"),
+)
+"""Families with an encoder or towers."""
+ENCODER_FORMATS: Mapping[str, float] = {"int8": 0.1, "int4": 0.8}
 ONE = SamplingParams(max_tokens=1, ignore_eos=True, temperature=0.0)
 GREEDY = SamplingParams(max_tokens=6, ignore_eos=True, temperature=0.0)
 
@@ -95,3 +101,17 @@ def test_hidden_states_are_near_in_every_format(
     with closing(engine_of(trial, seeded(trial.seeded), **settings)) as engine:
         error = float((rows(answer(engine, trial, ONE)) - expected).norm() / expected.norm())
     assert 0 < error < near, "as rounding has it, and not none"
+
+
+@pytest.mark.shows("formats")
+@pytest.mark.parametrize("form", ENCODER_FORMATS)
+@pytest.mark.parametrize("name", ENCODERS)
+def test_hidden_states_are_near_with_quantized_encoders(
+    name: str, form: str, exact: Callable[[str], RequestOutput], seeded: Callable[[str], str]
+) -> None:
+    trial, expected = FAMILIES[name], rows(exact(name))
+    with closing(engine_of(trial, seeded(trial.seeded), encoder_quantization=form)) as engine:
+        first, second = (rows(answer(engine, trial, ONE)) for _ in range(2))
+    error = float((first - expected).norm() / expected.norm())
+    assert 0 < error < ENCODER_FORMATS[form], "as rounding has it, and not none"
+    assert float((second - first).norm() / first.norm()) < 1e-4, "a hit changes nothing"

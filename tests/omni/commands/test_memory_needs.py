@@ -24,6 +24,7 @@ FORMATS = {
     "int8": {"dtype": "float32", "quantization": "int8"},
     "int4": {"dtype": "float32", "quantization": "int4"},
 }
+ENCODER_FORMATS = [("qwen2_5_omni", "thinker", "int8"), ("whisper", None, "int4")]
 LOADED = (
     ("autoregressive", "qwen2", None, tuple(FORMATS)),
     ("autoregressive", "jamba", None, ("int4",)),
@@ -48,6 +49,14 @@ def held_by(config: PipelineConfig) -> tuple[int, int]:
         if plan is None:
             return engine._model.nbytes, 0
         return plan.weights_bytes, plan.kv_cache_bytes
+
+
+@pytest.mark.usefixtures("checkpoint_cache")
+@pytest.mark.parametrize(("name", "part", "form"), ENCODER_FORMATS)
+def test_quantized_encoders_are_estimated(name: str, part: str | None, form: str) -> None:
+    config = pipeline("autoregressive", f"seeded:{name}", part, encoder_quantization=form)
+    known = estimate_stage(config.stages["only"])
+    assert known["float32"].weights == pytest.approx(held_by(config)[0], rel=0.02)
 
 
 @pytest.mark.usefixtures("checkpoint_cache")
