@@ -131,7 +131,7 @@ class QuantizedLinear(Linear):
         return super().forward(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
-def module_targets(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Target]]:
+def module_targets(module: nn.Module, prefix: str) -> Iterator[tuple[str, Target]]:
     """Yield a placed module's names under ``prefix``, each with the target of its tensor."""
     for name, tensor in module.state_dict().items():
         yield f"{prefix}{name}", tensor
@@ -179,7 +179,8 @@ def place(module: ModelT, settings: ModelSettings) -> ModelT:
             # transformers' own flag: the next line skips tensors that have it.
             stored._is_hf_initialized = True
         module.initialize_weights()
-    # Only now: it writes to some layers by name. Weights that nothing has written take no memory.
+    # After initialize_weights, which writes to some layers by name. Until something is written to
+    # them, the replaced weights take no memory on a CPU.
     _quantize_layers(module, settings)
     module.requires_grad_(False).eval()
     return module

@@ -164,7 +164,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     **{"length_penalty": (1.0,), "best_of": (1,), "bad_words": ()},
 }
 """Fields of vLLM with their defaults, the only accepted values."""
-IGNORED_HINTS = frozenset(("user", "request_id", "guided_decoding_backend"))
+_IGNORED_HINTS = frozenset(("user", "request_id", "guided_decoding_backend"))
 
 
 class SampledRequest(StageFields):
@@ -447,7 +447,7 @@ class ChatRequest(TextRequest):
     without_effect: ClassVar = frozenset(
         ("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
          "prediction", "verbosity", "prompt_cache_retention")
-    ) | IGNORED_HINTS  # fmt: skip
+    ) | _IGNORED_HINTS  # fmt: skip
     not_supported: ClassVar = NEUTRAL | {
         "functions": (),
         "function_call": ("none", "auto"),
@@ -534,7 +534,7 @@ class CompletionRequest(TextRequest):
     ``logprobs`` is the number of tokens to report in addition to the sampled one.
     """
 
-    without_effect: ClassVar = IGNORED_HINTS
+    without_effect: ClassVar = _IGNORED_HINTS
     not_supported: ClassVar = NEUTRAL | {"suffix": ("",), "add_special_tokens": (True,)}
 
     prompt: PromptList

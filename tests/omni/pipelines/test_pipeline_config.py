@@ -153,7 +153,7 @@ stages.writer.final_output= & stages.reader.final_output= | stages: nothing come
 stages.reader.final_output= | stages.reader: no stage takes its output | final_output
 stages.writer.model=./nope | stages.writer.model: no such folder or file |
 stages.writer.model=x/LONG | stages.writer.model: no such folder or file: 'x/yyy |
-stages.writer.model=~nobody-of-this-name/x | stages.writer.model: no such folder or file |
+stages.writer.model=~unknown-user/x | stages.writer.model: no such folder or file |
 stages.reader.inputs.transform=LONG.py:f | stages.reader.inputs.transform | there is no file
 stages.reader.inputs.transform=LONG:f | stages.reader.inputs.transform | not installed
 stages.writer.model=~/n/o | stages.writer.model: no such |
