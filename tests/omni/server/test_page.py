@@ -295,7 +295,7 @@ def test_a_video_is_shown_and_sent_as_one(several: LiveServer, browser: Browser)
     choose(page, "hearing")
     page.run(attach)
     complaint = page.run("document.querySelector('#log .error .bubble').textContent")
-    assert complaint == "clip.webm cannot be read: hearing does not read video"
+    assert complaint == "clip.webm cannot be read: hearing does not read videos"
     assert page.run(NAMES) == []
     assert page.problems == []
 
