@@ -246,7 +246,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         self.config = config
         self.hidden_size, self.dtype = None, torch.float32
         self.enable_prefix_caching = True  # stored as set, without effect
-        self._model = load_generator(checkpoint, resolve_device(config.device))
+        self._model = load_generator(checkpoint, resolve_device(config.device), config.quantization)
         self.speakers = self._model.speakers
         self.sampling_rate = self._model.sampling_rate
         self.samples_per_code = self._model.samples_per_code
@@ -383,7 +383,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
             ),
             "memory": [
                 f"weights        {format_bytes(self._model.nbytes)} "
-                f"(float32 on {self._model.device})"
+                f"({self.config.quantization or 'float32'} on {self._model.device})"
             ],
         }
 

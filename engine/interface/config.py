@@ -91,12 +91,14 @@ class GeneratorSettings(Settings):
         device: ``auto`` uses CUDA if available.
         max_batch_size: maximum requests of equal length, or windows of them, in one pass.
         deterministic: the same bits regardless of other requests: one window at a time.
+        quantization: hold the matrices of linear layers in 8 or 4 bits; convolutions stay float32.
     """
 
     revision: str | None = None
     device: str = "auto"
     max_batch_size: int = Field(default=8, ge=1)
     deterministic: bool = False
+    quantization: Literal["int8", "int4"] | None = None
 
 
 class GeneratorConfig(GeneratorSettings):

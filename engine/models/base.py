@@ -86,6 +86,14 @@ class CodeChunk:
     state: Any
 
 
+def weight_nbytes(model: nn.Module) -> int:
+    """Return the bytes of all weights in memory, including packed ones; shared ones count once."""
+    linears = [module for module in model.modules() if isinstance(module, Linear)]
+    counted = {id(p) for linear in linears for p in linear.parameters()}
+    others = [p for p in model.parameters() if id(p) not in counted]
+    return sum(linear.nbytes for linear in linears) + sum(p.nbytes for p in others)
+
+
 class GeneratorModel(nn.Module):
     """Turns codes into audio in one of two ways:
 
@@ -148,8 +156,8 @@ class GeneratorModel(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights."""
-        return sum(parameter.nbytes for parameter in self.parameters())
+        """Bytes of the weights, including packed ones."""
+        return weight_nbytes(self)
 
 
 @runtime_checkable
@@ -260,11 +268,8 @@ class CausalModel(nn.Module):
 
     @property
     def weight_nbytes(self) -> int:
-        """Bytes of all weights in memory, including packed ones; shared ones count once."""
-        linears = [module for module in self.modules() if isinstance(module, Linear)]
-        counted = {id(p) for linear in linears for p in linear.parameters()}
-        others = [p for p in self.parameters() if id(p) not in counted]
-        return sum(linear.nbytes for linear in linears) + sum(p.nbytes for p in others)
+        """See :func:`weight_nbytes`."""
+        return weight_nbytes(self)
 
     @abstractmethod
     def embed(self, input_ids: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import SCHEMES, QuantizationScheme, Target
-from engine.layers import Linear
+from engine.layers import LayerOps, Linear
 from engine.models.base import CausalModel, ModelSettings
 from engine.models.checked_loading import LoadTargets, load_checked
 from engine.requests.encoder_input import EncoderInput, EncoderView
@@ -148,6 +148,19 @@ def _quantize_layers(module: nn.Module, settings: ModelSettings) -> None:
     for name, layer in list(module.named_modules()):
         if type(layer) is nn.Linear:  # subclasses are read in ways of their own
             module.set_submodule(name, QuantizedLinear(name, layer, settings, scheme))
+
+
+def quantize_loaded(module: nn.Module, scheme: QuantizationScheme, ops: LayerOps) -> None:
+    """Replace the linear layers of a loaded module."""
+    for name, layer in list(module.named_modules()):
+        if type(layer) is nn.Linear:  # subclasses are read in ways of their own
+            weight = layer.weight
+            settings = ModelSettings(weight.dtype, weight.device, 1, 1, ops)
+            quantized = QuantizedLinear(name, layer, settings, scheme)
+            places = [place for _, place in quantized.targets("")]
+            for place, loaded in zip(places, layer.parameters(), strict=True):
+                place.copy_(loaded.detach())
+            module.set_submodule(name, quantized)
 
 
 def build_empty(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,12 +14,14 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import SCHEMES
 from engine.interface.config import EngineConfig
-from engine.layers import NativeLayerOps, ShardError, can_pack
+from engine.layers import LayerOps, NativeLayerOps, ShardError, can_pack
 from engine.models.base import CausalModel, GeneratorModel, ModelSettings
 from engine.models.checked_loading import LoadTargets, config_errors, load_checked
 from engine.models.decoders.decoder import SelfAttention
+from engine.models.encoder_module import quantize_loaded
 from engine.models.family import ModelFamily
 from engine.models.registry import FAMILIES
+from engine.native import NativeBuildError, load_kernels
 from engine.text.tokenizer import encodes_as_the_library, load_tokenizer
 
 _EMBEDDING = "model.embed_tokens.weight"
@@ -182,8 +185,13 @@ def _targets(checkpoint: Checkpoint, model: CausalModel) -> LoadTargets:
     return LoadTargets(targets, frozenset(ignored))
 
 
-def load_generator(checkpoint: Checkpoint, device: torch.device) -> GeneratorModel:
+def load_generator(
+    checkpoint: Checkpoint, device: torch.device, quantization: str | None = None
+) -> GeneratorModel:
     """Load the model that generates audio from codec tokens.
+
+    Args:
+        quantization: how weights of linear layers are quantized; None: not at all.
 
     Raises:
         ValueError: the checkpoint is of another kind, lacks voices, or its weights do not match
@@ -196,4 +204,11 @@ def load_generator(checkpoint: Checkpoint, device: torch.device) -> GeneratorMod
             f"{checkpoint.path} is a {checkpoint.architecture}; the generator that is supported is "
             f"{'; '.join(known)}"
         )
-    return family.generator(checkpoint, device).eval()
+    model = family.generator(checkpoint, device).eval()
+    if quantization is not None:
+        ops = LayerOps()
+        if device.type == "cpu":
+            with suppress(NativeBuildError):  # logged once by load_kernels
+                ops = NativeLayerOps(load_kernels())
+        quantize_loaded(model, SCHEMES[quantization], ops)
+    return model

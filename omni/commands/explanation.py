@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 import yaml
+from torch import nn
 
 from engine.checkpoints.checkpoint import locate
 from engine.checkpoints.quantized_weight import SCHEMES
@@ -316,9 +317,15 @@ def estimate_stage(stage: StageConfig) -> Mapping[str, MemoryEstimate]:
     if (network := getattr(transformers, checkpoint.architecture, None)) is None:
         raise ValueError(f"transformers knows no {checkpoint.architecture}")
     with torch.device("meta"):
-        count = network(checkpoint.config).base_model.num_parameters()
+        model = network(checkpoint.config).base_model
+    count = model.num_parameters()
     if not isinstance(stage, TokenStageConfig):
-        return {"float32": MemoryEstimate(4 * count, 0, 0, 0, 4 * count)}
+        matrices = [each.weight for each in model.modules() if type(each) is nn.Linear]
+        rest = 4 * (count - sum(matrix.numel() for matrix in matrices))
+        sizes = {"float32": 4 * count}
+        for kind, scheme in SCHEMES.items():
+            sizes[kind] = rest + sum(scheme.nbytes(*matrix.shape) for matrix in matrices)
+        return {kind: MemoryEstimate(n, 0, 0, 0, n) for kind, n in sizes.items()}
     length = engine.max_model_len or getattr(checkpoint.config, "max_position_embeddings", 0)
     num_tokens = (engine.num_blocks or 0) * engine.block_size or length * engine.max_num_seqs
     width, sizes = checkpoint.config.hidden_size * num_tokens, {"float32": 4, "bfloat16": 2}

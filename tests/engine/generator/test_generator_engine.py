@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -35,6 +35,7 @@ from engine.models.registry import FAMILIES
 from prefix_cache import IntegrityError
 from tests.support.examples import examples
 from tests.support.idle_engine import drop_all
+from tests.support.model_trial import TRIALS
 from tests.support.vocoder_reference import VocoderReference, random_codes
 
 ATOL = 1e-6
@@ -181,6 +182,30 @@ def test_windows_grow_to_their_maximum(
     kept = [len(output.delta.samples) // SAMPLES_PER_CODE // BLOCK for output in outputs]
     # The last window takes the rest, including the block to its right.
     assert kept == lengths
+
+
+VOCODERS = ("code2wav", "qwen3 code2wav", "csm mimi", "pocket_tts codec")
+
+
+@pytest.mark.parametrize("name", VOCODERS)
+def test_quantized_layers_give_nearly_the_same_sound(
+    name: str, seeded: Callable[[str], str]
+) -> None:
+    trial, sounds = TRIALS[name], []
+    forms: tuple[Literal["int8", "int4"] | None, ...] = (None, "int8", "int4")
+    for form in forms:
+        config = GeneratorConfig(
+            model=seeded(trial.seeded), part=trial.part, device="cpu", quantization=form
+        )
+        engine = GeneratorEngine(config)
+        assert trial.prompt is not None
+        engine.add_request("one", trial.prompt())
+        *_, output = drain(engine)["one"]
+        assert output.waveform is not None, output.error
+        sounds.append(output.waveform.samples)
+    exact, eight, four = sounds
+    assert 0 < (eight - exact).norm() / exact.norm() < 0.01
+    assert (eight - exact).norm() < (four - exact).norm() < 0.1 * exact.norm()
 
 
 @pytest.mark.parametrize("first", [3, 9])
