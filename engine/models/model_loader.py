@@ -18,7 +18,6 @@ from engine.layers import LayerOps, NativeLayerOps, ShardError, can_pack
 from engine.models.base import CausalModel, GeneratorModel, ModelSettings
 from engine.models.checked_loading import LoadTargets, config_errors, load_checked
 from engine.models.decoders.decoder import SelfAttention
-from engine.models.encoder_module import quantize_loaded
 from engine.models.family import ModelFamily
 from engine.models.registry import FAMILIES
 from engine.native import NativeBuildError, load_kernels
@@ -206,6 +205,9 @@ def load_generator(
         )
     model = family.generator(checkpoint, device).eval()
     if quantization is not None:
+        # Lazily: text models need nothing of transformers' models.
+        from engine.models.encoder_module import quantize_loaded
+
         ops = LayerOps()
         if device.type == "cpu":
             with suppress(NativeBuildError):  # logged once by load_kernels
