@@ -52,7 +52,15 @@ _NAMES_IN_LAYERS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "post_ffw_norm": "post_feedforward_layernorm",
+    "ffn_gate_inp": "mlp.gate",
 }
+# Tensors that stack a matrix of every expert.
+_EXPERTS_IN_LAYERS = {
+    f"ffn_{kind}_exps": f"mlp.experts.{{}}.{kind}_proj" for kind in ("gate", "up", "down")
+}
+_MAX_EXPERTS = 1024
+# transformers' names of architectures, where they differ.
+_ARCHITECTURES = {"qwen3moe": "qwen3_moe"}
 # Target of ffn_norm in models that also normalise the outputs of attention and MLP.
 _PRE_MLP_NORM = "pre_feedforward_layernorm"
 # Keys, without the architecture prefix, that transformers' table lacks for some architectures.
@@ -61,6 +69,7 @@ _MORE_KEYS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base_swa": "rope_local_base_freq",
+    "expert_feed_forward_length": "moe_intermediate_size",
 }
 # Models with these numbers of layers scale scores by hidden size / heads; metadata lacks this.
 _LAYERS_SCALED_BY_WIDTH = (46, 62)
@@ -76,7 +85,7 @@ def gguf_config(header: GGUFHeader) -> PreTrainedConfig:
     from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    architecture = header.architecture
+    architecture = _ARCHITECTURES.get(header.architecture, header.architecture)
     # For multimodal models, GGUF files contain only the text model.
     kind = next((t for t in (f"{architecture}_text", architecture) if t in CONFIG_MAPPING), "")
     if architecture not in GGUF_CONFIG_MAPPING or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -87,7 +96,7 @@ def gguf_config(header: GGUFHeader) -> PreTrainedConfig:
     content = gguf_token_ids(header)
     table: Mapping[str, Any] = GGUF_CONFIG_MAPPING
     for key, field in {**table[architecture], **_MORE_KEYS}.items():
-        value = _number(header, f"{architecture}.{key}")
+        value = _number(header, f"{header.architecture}.{key}")
         if field is not None and value is not None:
             content[field] = value
     embedding = header.tensors.get("token_embd.weight")
@@ -104,6 +113,8 @@ def gguf_config(header: GGUFHeader) -> PreTrainedConfig:
     for key, tensor in (("attention_bias", "attn_q"), ("mlp_bias", "ffn_up")):
         if f"blk.0.{tensor}.bias" in header.tensors:
             content[key] = True
+    if "num_experts" in content:
+        content["norm_topk_prob"] = True  # as in llama.cpp; there is no key for it
     _add_rope(header, content)
     config = make_config(header.path, content)
     if hasattr(config, "query_pre_attn_scalar"):
@@ -154,7 +165,7 @@ def _set_rope_factors(header: GGUFHeader, config: PreTrainedConfig) -> None:
     theta, width = parameters.get("rope_theta"), 2 * tensor.shape[0]
     if tensor.type_name != "F32" or len(tensor.shape) != 1 or theta is None:
         raise ValueError(f"{header.path}: {_ROPE_FACTORS} must be a row of F32 for one base")
-    factors = torch.from_numpy(GGUFWeights(header).values(_ROPE_FACTORS))
+    factors = torch.from_numpy(GGUFWeights(header).values(tensor))
     config.rope_parameters = parameters | {
         "rope_type": "llama3",
         "factor": float(factors.max()),
@@ -197,20 +208,25 @@ class GGUFWeights:
         return dict(Counter(x.type_name for x in self.header.tensors.values()).most_common())
 
     @cached_property
-    def _stored(self) -> Mapping[str, str]:
-        """Names in the file by transformers' names; unknown names are unchanged."""
+    def _stored(self) -> Mapping[str, tuple[str, GGUFTensor]]:
+        """Name and place in the file by transformers' names; unknown names are unchanged."""
         has_output_norms = any(".post_ffw_norm." in name for name in self.header.tensors)
         names = _NAMES_IN_LAYERS | ({"ffn_norm": _PRE_MLP_NORM} if has_output_norms else {})
-        stored = {}
-        for name in self.header.tensors:
+        stored: dict[str, tuple[str, GGUFTensor]] = {}
+        for name, tensor in self.header.tensors.items():
             if name == _ROPE_FACTORS:
                 continue
             stem, _, suffix = name.rpartition(".")
             given = _NAMES.get(stem)
             if stem.startswith("blk."):
                 _, layer, rest = (*stem.split(".", 2), "")[:3]
+                if rest in _EXPERTS_IN_LAYERS and tensor.shape[0] <= _MAX_EXPERTS:
+                    given = f"model.layers.{layer}.{_EXPERTS_IN_LAYERS[rest]}.{suffix}"
+                    for index, matrix in enumerate(tensor.rows()):
+                        stored[given.format(index)] = name, matrix
+                    continue
                 given = names.get(rest) and f"model.layers.{layer}.{names[rest]}"
-            stored[name if given is None else f"{given}.{suffix}"] = name
+            stored[name if given is None else f"{given}.{suffix}"] = name, tensor
         return stored
 
     @cached_property
@@ -226,8 +242,8 @@ class GGUFWeights:
     def tensors(self, names: Collection[str]) -> Iterator[tuple[str, Stored]]:
         """See :class:`WeightFiles`; blocks are returned as codes, or as float32 values."""
         for name in names:
-            stored = self._stored_name(name)
-            tensor, values = self.header.tensors[stored], self.values(stored)
+            stored, tensor = self._find(name)
+            values = self.values(tensor)
             if tensor.type_name not in _CODE_FORMATS or len(tensor.shape) != 2:
                 yield name, torch.from_numpy(self._undo(values, stored))
                 continue
@@ -238,14 +254,14 @@ class GGUFWeights:
 
     def scheme_of(self, name: str) -> QuantizationScheme | None:
         """Return the storage scheme of a matrix that is read as codes; None for others."""
-        tensor = self.header.tensors[self._stored_name(name)]
+        _, tensor = self._find(name)
         code_format = _CODE_FORMATS.get(tensor.type_name) if len(tensor.shape) == 2 else None
         return code_format and QuantizationScheme(*code_format[:2])
 
     def check(self, expected: Mapping[str, Target]) -> None:
         """See :class:`WeightFiles`; all types must be readable."""
         for name, target in expected.items():
-            stored = self.header.tensors[self._stored_name(name)]
+            _, stored = self._find(name)
             if stored.shape != tuple(target.shape):
                 raise ValueError(
                     f"{name} in {self.header.path} has shape {stored.shape}; "
@@ -284,16 +300,15 @@ class GGUFWeights:
         codes = np.nan_to_num(codes, posinf=0, neginf=0).clip(0, 2**bits - 1).astype(np.uint8)
         return codes.reshape(values.shape), scales[..., 0], offsets[..., 0]
 
-    def _stored_name(self, name: str) -> str:
+    def _find(self, name: str) -> tuple[str, GGUFTensor]:
         if name not in self._stored:
             raise ValueError(f"{self.header.path} lacks the weights {name}")
         return self._stored[name]
 
-    def values(self, name: str) -> Any:
-        """Read a tensor by its name in the file; blocks are dequantized to float32."""
+    def values(self, tensor: GGUFTensor) -> Any:
+        """Read a tensor; blocks are dequantized to float32."""
         from gguf import GGMLQuantizationType, dequantize
 
-        tensor = self.header.tensors[name]
         content = np.fromfile(self.header.path, np.uint8, tensor.nbytes, offset=tensor.start)
         if tensor.type_name in ("F32", "F16"):
             kind = np.dtype("<f4" if tensor.type_name == "F32" else "<f2")

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,13 @@ class GGUFTensor:
     block_size: int
     start: int
     nbytes: int
+
+    def rows(self) -> Iterator[GGUFTensor]:
+        """Yield the tensors that this one stacks along its first dimension."""
+        nbytes = self.nbytes // self.shape[0]
+        for index in range(self.shape[0]):
+            start = self.start + index * nbytes
+            yield replace(self, shape=self.shape[1:], start=start, nbytes=nbytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -341,7 +341,10 @@ class WorkerSupervisor:
             self._send_over(self._connection, message)
         except ConnectionError:
             self._fail_calls("its worker is being started again", number)
-        return answer.result(timeout_s)
+        try:
+            return answer.result(timeout_s)
+        finally:
+            self._answers.pop(number, None)  # after a timeout
 
     def call_when_up(self, stage: str, method: str, *arguments: Any) -> None:
         """Call a method of a stage, and repeat it in the next worker if this one ends.

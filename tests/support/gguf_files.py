@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +31,9 @@ GGUF_ARCHITECTURES = {
     "qwen3": "qwen3",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "qwen3_moe": "qwen3moe",
 }
+_EXPERTS = "mlp.experts."
 _RNG = np.random.default_rng(0)
 
 
@@ -95,20 +98,30 @@ def write_gguf(
     arch = next(key for key, name in MODEL_ARCH_NAMES.items() if name == architecture)
     names = get_tensor_name_map(arch, config["num_hidden_layers"])
     plain = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    for name, parts in _stacked(load_file(folder / "model.safetensors")).items():
         stem, _, suffix = name.rpartition(".")
         stored = f"{names.get_name(stem)}.{suffix}"
-        values = _converted(tensor.float().numpy(), name, config)
-        kind = type_of(name) if values.ndim == 2 else GGMLQuantizationType.F32
+        values = _converted(torch.stack(parts).squeeze(0).float().numpy(), name, config)
+        kind = type_of(name) if values.ndim > 1 else GGMLQuantizationType.F32
         blocks = quantize(values, kind)
         writer.add_tensor(stored, blocks, raw_dtype=kind)
-        plain[name] = torch.from_numpy(_original(dequantize(blocks, kind), name, config)).clone()
+        original = torch.from_numpy(_original(dequantize(blocks, kind), name, config)).clone()
+        for index, part in enumerate(original if len(parts) > 1 else (original,)):
+            plain[name.replace(_EXPERTS, f"{_EXPERTS}{index}.")] = part.clone()
     more(writer)
     _write(writer)
     if dequantized is not None:
         shutil.copytree(folder, dequantized)
         save_file(plain, dequantized / "model.safetensors", metadata={"format": "pt"})
     return file
+
+
+def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, list[torch.Tensor]]:
+    """Tensors by name, those of all experts together."""
+    stacked: dict[str, list[torch.Tensor]] = {}
+    for name in sorted(tensors, key=lambda name: (len(name), name)):
+        stacked.setdefault(re.sub(rf"({_EXPERTS})\d+\.", r"\1", name), []).append(tensors[name])
+    return stacked
 
 
 def _add_config(writer: GGUFWriter, config: dict[str, Any]) -> None:
@@ -119,7 +132,11 @@ def _add_config(writer: GGUFWriter, config: dict[str, Any]) -> None:
     writer.add_head_count(config["num_attention_heads"])
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if "gemma" in config["model_type"] or config["model_type"] == "qwen3":
+    if "moe_intermediate_size" in config:
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if "gemma" in config["model_type"] or config["model_type"].startswith("qwen3"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
     elif config["model_type"] == "llama":

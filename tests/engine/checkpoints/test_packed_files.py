@@ -225,6 +225,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
     "qwen2 yarn": ("qwen2", {"rope_parameters": YARN}),
     "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen3 moe": ("qwen3_moe", {"tied": False}),
     "gemma2": ("gemma2", {}),
     "gemma3": ("gemma3_text", {"num_layers": 6, "layer_types": [SLIDING] * 5 + [FULL]}),
 }
