@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 from collections.abc import Callable, Sequence
@@ -22,7 +23,7 @@ from omni.commands.bench.report import (
     report_tables,
     save_plot,
 )
-from omni.commands.command import Stopped, exit_status, run_interruptibly
+from omni.commands.command import Stopped
 from omni.commands.options import BenchOptions
 from omni.commands.run_progress import RunProgress
 
@@ -89,14 +90,14 @@ def run_bench(options: BenchOptions, load_config: Callable[[str], PipelineConfig
         with progress:
             if server is not None:
                 _allow_many_connections()
-                run_interruptibly(measure(server))
+                asyncio.run(measure(server))
             else:
                 # Imported here so that measuring a server does not wait for torch.
                 from omni.commands.bench.pipeline_target import PipelineTarget
                 from omni.runtime.omni import Omni
 
                 with Omni(config) as omni:
-                    run_interruptibly(measure(nullcontext(PipelineTarget(omni, config))))
+                    asyncio.run(measure(nullcontext(PipelineTarget(omni, config))))
     except KeyboardInterrupt as caught:
         interrupt = caught
     reports = [LevelReport.of(run, limits) for run in measurement.runs]
@@ -105,7 +106,7 @@ def run_bench(options: BenchOptions, load_config: Callable[[str], PipelineConfig
     if interrupt is not None:
         done = sum(len(run.records) for run in measurement.runs)
         message = f"interrupted: what stands above is of the {done} requests that had ended"
-        raise Stopped(message if done else "interrupted", exit_status(interrupt)) from interrupt
+        raise Stopped(message if done else "interrupted") from interrupt
     return not report.has_failures
 
 

@@ -10,11 +10,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields
 from types import FrameType
-from typing import Annotated, Any, NoReturn, TypeVar, get_type_hints
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 from typer.core import TyperCommand
@@ -33,73 +33,31 @@ def argument(help: str, default: Any = MISSING, **settings: Any) -> Any:
     return field(default=default, metadata={PARAMETER: typer.Argument(help=help, **settings)})
 
 
-class Terminated(KeyboardInterrupt):
-    """SIGTERM arrived: ends a command like Ctrl-C, but with another exit status."""
-
-
-def exit_status(interrupt: KeyboardInterrupt) -> int:
-    """Return the exit status that shells expect: 128 plus the signal number."""
-    sent = signal.SIGTERM if isinstance(interrupt, Terminated) else signal.SIGINT
-    return 128 + sent
-
-
 @contextmanager
-def sigterm_interrupts() -> Iterator[None]:
-    """Raise :class:`Terminated` in the main thread on SIGTERM, which by default kills silently.
+def sigterm_interrupts() -> Iterator[list[int]]:
+    """Handle SIGTERM, which by default kills silently, like Ctrl-C; yield those that have come.
 
-    Has no effect if SIGTERM is ignored or already has another handler.
+    Has no effect outside the main thread, or if SIGTERM is ignored or has another handler.
     """
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, _terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _terminate(number: int, frame: FrameType | None) -> NoReturn:
-    raise Terminated
-
-
-def run_interruptibly(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine with ``asyncio.run``, cancelling it on SIGTERM as on Ctrl-C.
-
-    An exception raised by a signal handler would break off whatever the loop is doing instead.
-
-    Raises:
-        Terminated: on SIGTERM, inside :func:`sigterm_interrupts`.
-        KeyboardInterrupt: on Ctrl-C.
-    """
-    import asyncio  # imported here so that --help does not wait for it
-
     received: list[int] = []
 
-    async def cancelled_by_sigterm() -> None:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert task is not None
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        # That of asyncio.run cancels its task instead of breaking off what the loop is doing.
+        handle = signal.getsignal(signal.SIGINT)
+        if not callable(handle):  # ignored, as in a job in the background of a shell
+            raise KeyboardInterrupt
+        handle(signal.SIGINT, frame)
 
-        def cancel() -> None:
-            received.append(signal.SIGTERM)
-            task.cancel()
-
-        loop.add_signal_handler(signal.SIGTERM, cancel)
-        try:
-            await work
-        finally:
-            loop.remove_signal_handler(signal.SIGTERM)
-            signal.signal(signal.SIGTERM, _terminate)
-
-    is_ours = signal.getsignal(signal.SIGTERM) is _terminate
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield received
+        return
+    signal.signal(signal.SIGTERM, interrupt)
     try:
-        asyncio.run(cancelled_by_sigterm() if is_ours else work)
-    except asyncio.CancelledError:
-        if not received:
-            raise
-    if received:
-        raise Terminated
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 _LOGGER = "omni"
@@ -209,7 +167,10 @@ class CommandOptions:
 
 
 class Stopped(Exception):
-    """A command stopped early; the message says what was done."""
+    """A command stopped early; the message says what was done.
+
+    Raised from a ``KeyboardInterrupt``, it ends with the exit status of the signal instead.
+    """
 
     def __init__(self, message: str, status: int = _FAILED) -> None:
         super().__init__(message)
@@ -282,7 +243,8 @@ def _run(function: Callable[[_OptionsT], bool], given: _OptionsT) -> int:
     # A terminal that cannot encode a character must not abort a run half-way.
     for stream in (sys.stdout, sys.stderr):
         getattr(stream, "reconfigure", lambda **_: None)(errors="backslashreplace")
-    with shown_log(given.verbosity, tracebacks=given.tracebacks), sigterm_interrupts():
+    shown = shown_log(given.verbosity, tracebacks=given.tracebacks)
+    with shown, sigterm_interrupts() as terminated:
         try:
             return 0 if function(given) else _FAILED
         except BrokenPipeError:
@@ -291,12 +253,14 @@ def _run(function: Callable[[_OptionsT], bool], given: _OptionsT) -> int:
             if given.tracebacks and not isinstance(error, Stopped):
                 raise
             typer.echo(_message_of(error), err=True)
+            if isinstance(error.__cause__, KeyboardInterrupt):
+                return 128 + (terminated or [signal.SIGINT])[0]
             if isinstance(error, Stopped):
                 return error.status
             return _BAD_INPUT if isinstance(error, ValueError | OSError) else _FAILED
-        except KeyboardInterrupt as interrupt:
+        except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
-            return exit_status(interrupt)
+            return 128 + (terminated or [signal.SIGINT])[0]
 
 
 def _message_of(error: Exception) -> str:

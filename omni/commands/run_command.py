@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from omni.commands.command import Stopped, exit_status
+from omni.commands.command import Stopped
 from omni.commands.run_progress import RunProgress
 from omni.pipelines.pipeline_config import PipelineConfig
 from omni.requests.output_writer import OutputWriter
@@ -48,8 +48,7 @@ def run_requests(
         if writer is not None:
             run.finish(writer)
     except KeyboardInterrupt as interrupt:
-        message = f"interrupted: {run.describe_progress()}"
-        raise Stopped(message, exit_status(interrupt)) from interrupt
+        raise Stopped(f"interrupted: {run.describe_progress()}") from interrupt
     return not run.num_failed
 
 
