@@ -15,9 +15,9 @@ from omni.seeded.speech import build_pocket_tts
 
 _QWEN2: Mapping[str, Any] = {
     "hidden_size": 768,
-    "num_layers": 12,
-    "num_heads": 12,
-    "num_kv_heads": 4,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 4,
     "intermediate_size": 2048,
     "vocab_size": 32_000,
     "max_position_embeddings": 4096,
@@ -29,8 +29,8 @@ only process ids."""
 _QWEN3_MOE: Mapping[str, Any] = {
     **_QWEN2,
     "hidden_size": 512,
-    "num_heads": 8,
-    "num_kv_heads": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
     "num_experts": 64,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 256,
@@ -39,7 +39,7 @@ _QWEN3_MOE: Mapping[str, Any] = {
 
 _QWEN3_NEXT: Mapping[str, Any] = {
     **_QWEN2,
-    "num_layers": 4,
+    "num_hidden_layers": 4,
     "num_experts": 4,
     "moe_intermediate_size": 256,
     "linear_num_key_heads": 4,
@@ -50,10 +50,10 @@ _QWEN3_NEXT: Mapping[str, Any] = {
 """States as wide as in published models in three of four layers, and few experts."""
 
 _BART: Mapping[str, Any] = {
-    "hidden_size": 512,
-    "num_layers": 6,
-    "num_heads": 8,
-    "intermediate_size": 2048,
+    "d_model": 512,
+    **dict.fromkeys(("encoder_layers", "decoder_layers"), 6),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 8),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 2048),
     "vocab_size": 16_000,
     "max_position_embeddings": 1024,
     "with_tokenizer": False,

@@ -134,7 +134,11 @@ def run_throughput(rounds: int, num_prompts: int = 128) -> None:
     prompts = [TokensPrompt(tuple(row)) for row in ids.tolist()]
     with tempfile.TemporaryDirectory() as folder:
         model = build_causal_lm(
-            folder, hidden_size=256, num_layers=6, num_heads=4, intermediate_size=768
+            folder,
+            hidden_size=256,
+            num_hidden_layers=6,
+            num_attention_heads=4,
+            intermediate_size=768,
         )
         settings = {
             "engine": {"max_num_seqs": 8, "max_num_batched_tokens": 512, "num_blocks": 1024},

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from string import ascii_lowercase, digits, punctuation
-from typing import Any, Self
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
@@ -22,74 +21,27 @@ from transformers import (
 
 from engine.checkpoints.config_file import hidden_progress_bars
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeededSettings:
-    """Settings of a model whose layers are all alike.
-
-    Attributes:
-        seed: seed of the weights; the same seed gives the same bytes.
-        hidden_size: width of the residual stream, or of both streams.
-        num_layers: number of layers, of the encoder and of the decoder each.
-        num_heads: number of query heads.
-        intermediate_size: width inside the MLPs.
-        vocab_size: vocabulary of the model. The tokenizer has at most min(vocab_size, 768) tokens.
-        max_position_embeddings: maximum sequence length.
-        with_tokenizer: if true, a tokenizer is written.
-        max_shard_size: passed to ``save_pretrained``, such as ``"100KB"``, for several shards.
-    """
-
-    seed: int = 0
-    hidden_size: int = 64
-    num_layers: int = 2
-    num_heads: int = 4
-    intermediate_size: int = 128
-    vocab_size: int = 768
-    max_position_embeddings: int = 1024
-    with_tokenizer: bool = True
-    max_shard_size: str | None = None
-
-    @classmethod
-    def split(cls, given: Mapping[str, Any], **defaults: Any) -> tuple[Self, dict[str, Any]]:
-        """Split keyword arguments into these settings, with other defaults, and config fields."""
-        own = {field.name for field in fields(cls)}
-        settings = cls(**defaults | {name: value for name, value in given.items() if name in own})
-        return settings, {name: value for name, value in given.items() if name not in own}
-
-    def sizes(self) -> dict[str, Any]:
-        """Return the sizes, by the field names of most single-stack configs."""
-        return {
-            "vocab_size": self.vocab_size,
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_layers,
-            "num_attention_heads": self.num_heads,
-            "max_position_embeddings": self.max_position_embeddings,
-        }
+SIZES: Mapping[str, int] = {
+    "vocab_size": 768,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 1024,
+}
+"""Sizes of a small model, by the field names of most single-stack configs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderSettings(SeededSettings):
-    """Settings of a decoder-only model.
-
-    Attributes:
-        tied: if true, the head is the embedding matrix.
-        num_kv_heads: number of key and value heads.
-        with_head: if false, the model without head (``Qwen2Model``) is written, as for embedding.
-    """
-
-    tied: bool = True
-    num_kv_heads: int = 2
-    with_head: bool = True
-
-    def text_config(self, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-        """Return the sizes and special ids, by the field names of decoder configs."""
-        return self.sizes() | {
-            "num_key_value_heads": self.num_kv_heads,
-            "bos_token_id": tokenizer.bos_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-            "pad_token_id": tokenizer.pad_token_id,
-        }
+def decoder_fields(tokenizer: PreTrainedTokenizerBase, **changes: Any) -> dict[str, Any]:
+    """Return the config fields of a small decoder: its sizes and special ids, with changes."""
+    return {
+        **SIZES,
+        "num_key_value_heads": 2,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **changes,
+    }
 
 
 _CORPUS = """\
@@ -265,14 +217,12 @@ def save_checkpoint(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     *processors: Any,
-    max_shard_size: str | None = None,
 ) -> Path:
     """Write the config, weights, tokenizer, and the files of image and audio processors."""
     path = Path(directory)
     path.mkdir(parents=True, exist_ok=True)
-    shards: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
     with hidden_progress_bars():
-        model.save_pretrained(path, **shards)
+        model.save_pretrained(path)
     for each in (tokenizer, *processors):
         if each is not None:
             each.save_pretrained(path)

@@ -48,11 +48,11 @@ from transformers.models.qwen3_asr.feature_extraction_qwen3_asr import Qwen3ASRF
 from omni.seeded.building import (
     ATTENTION_GAIN,
     NOISE_STD,
+    SIZES,
     TIED_EMBEDDING_STD,
-    DecoderSettings,
-    SeededSettings,
     byte_level_tokenizer,
     chat_tokenizer,
+    decoder_fields,
     initialise,
     save_checkpoint,
     seeded_model,
@@ -123,39 +123,48 @@ _LAYER_PATTERNS = {
 }
 
 
-def build_causal_lm(directory: str | Path, architecture: str = "qwen2", **settings: Any) -> Path:
+def build_causal_lm(
+    directory: str | Path,
+    architecture: str = "qwen2",
+    *,
+    seed: int = 0,
+    with_head: bool = True,
+    with_tokenizer: bool = True,
+    **changes: Any,
+) -> Path:
     """Write a seeded decoder-only checkpoint, with a byte-level BPE tokenizer and a chat template.
+
+    Args:
+        seed: seed of the weights; the same seed gives the same bytes.
+        with_head: if false, the model without head (``Qwen2Model``) is written, as for embedding.
+        changes: config fields; the tokenizer has at most min(vocab_size, 768) tokens.
 
     Raises:
         ValueError: transformers knows no causal model of that type.
     """
-    size, overrides = DecoderSettings.split(settings)
-    tokenizer = chat_tokenizer(min(size.vocab_size, 768), adds_bos=architecture != "qwen2")
-    head_dim = size.hidden_size // size.num_heads
-    fields = size.text_config(tokenizer)
-    fields |= {"head_dim": head_dim, "tie_word_embeddings": size.tied}
-    fields |= _family_settings(architecture, size.num_layers, head_dim)
-    config = AutoConfig.for_model(architecture, **(fields | overrides))
-    auto_class = AutoModelForCausalLM if size.with_head else AutoModel
-    model = _seeded(auto_class, config, size.seed)
-    if size.with_head:
+    num_tokens = min(changes.get("vocab_size", 768), 768)
+    tokenizer = chat_tokenizer(num_tokens, adds_bos=architecture != "qwen2")
+    fields = decoder_fields(tokenizer, **{"tie_word_embeddings": True} | changes)
+    head_dim = fields["hidden_size"] // fields["num_attention_heads"]
+    family = _family_settings(architecture, fields["num_hidden_layers"], head_dim)
+    config = AutoConfig.for_model(architecture, **{"head_dim": head_dim} | family | fields)
+    model = _seeded(AutoModelForCausalLM if with_head else AutoModel, config, seed)
+    if with_head:
         suppress_special_tokens(model, tokenizer)
-    written = tokenizer if size.with_tokenizer else None
-    return save_checkpoint(directory, model, written, max_shard_size=size.max_shard_size)
+    return save_checkpoint(directory, model, tokenizer if with_tokenizer else None)
 
 
-def build_text_encoder(directory: str | Path, architecture: str = "bert", **settings: Any) -> Path:
+def build_text_encoder(directory: str | Path, architecture: str = "bert", **changes: Any) -> Path:
     """Write a seeded bidirectional text encoder with a WordPiece tokenizer.
 
     Raises:
         ValueError: transformers knows no such model type.
     """
-    size, overrides = SeededSettings.split(settings, max_position_embeddings=512)
-    tokenizer = wordpiece_tokenizer(size.vocab_size, size.max_position_embeddings)
-    fields = size.sizes() | {"pad_token_id": tokenizer.pad_token_id}
-    config = AutoConfig.for_model(architecture, **(fields | overrides))
-    model = _seeded(AutoModel, config, size.seed)
-    return save_checkpoint(directory, model, tokenizer, max_shard_size=size.max_shard_size)
+    fields = {**SIZES, "max_position_embeddings": 512, **changes}
+    tokenizer = wordpiece_tokenizer(fields["vocab_size"], fields["max_position_embeddings"])
+    fields = {"pad_token_id": tokenizer.pad_token_id} | fields
+    model = _seeded(AutoModel, AutoConfig.for_model(architecture, **fields))
+    return save_checkpoint(directory, model, tokenizer)
 
 
 def _family_settings(model_type: str, num_layers: int, head_dim: int) -> dict[str, Any]:
@@ -172,7 +181,7 @@ def _family_settings(model_type: str, num_layers: int, head_dim: int) -> dict[st
     return settings | ({"query_pre_attn_scalar": head_dim} if "gemma" in model_type else {})
 
 
-def _seeded(auto_class: Any, config: PreTrainedConfig, seed: int) -> Any:
+def _seeded(auto_class: Any, config: PreTrainedConfig, seed: int = 0) -> Any:
     # Recurrences mix in the context anyway; sharper scores would only amplify rounding.
     gain = 1.0 if config.model_type in _HYBRIDS else ATTENTION_GAIN
     embedding_std = TIED_EMBEDDING_STD if config.tie_word_embeddings else 1.0
@@ -223,6 +232,12 @@ _GAINS: Mapping[str, Mapping[str, float]] = {
         dict.fromkeys(("q_proj", "k_proj", "qkv"), ATTENTION_GAIN),
     ),
 }
+_TWO_STACKS: dict[str, Any] = {"d_model": 64} | {
+    f"{side}_{name}": size
+    for side in ("encoder", "decoder")
+    for name, size in {"layers": 2, "attention_heads": 4, "ffn_dim": 128}.items()
+}
+"""Sizes of encoder and decoder, by the field names of BART and Whisper."""
 _NAMED = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
 
 _WINDOW_S = 2
@@ -236,28 +251,24 @@ _OTHER_CONTROL = ("startoflm", "startofprev", "nospeech", "notimestamps")
 _TIMESTAMP_STEP = 0.02
 
 
-def build_bart(directory: str | Path, **settings: Any) -> Path:
+def build_bart(directory: str | Path, *, with_tokenizer: bool = True, **changes: Any) -> Path:
     """Write a seeded BART with BART's special ids: 0 begins, 1 pads, 2 ends and starts decoding."""
-    size, overrides = SeededSettings.split(settings, max_position_embeddings=256)
-    specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    tokenizer = byte_level_tokenizer(
-        min(size.vocab_size, 768), specials, "<s> $A </s>", bos_token="<s>", **_NAMED
-    )
-    fields = _two_stacks(size) | {
-        "vocab_size": size.vocab_size,
-        "max_position_embeddings": size.max_position_embeddings,
+    fields = _TWO_STACKS | {
+        "vocab_size": 768,
+        "max_position_embeddings": 256,
         "decoder_start_token_id": 2,
         "forced_eos_token_id": None,
     }
-    config = BartConfig(**(fields | overrides))
-    model = _sharpened(BartForConditionalGeneration, config, size.seed)
+    config = BartConfig(**(fields | changes))
+    specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    tokenizer = byte_level_tokenizer(
+        min(config.vocab_size, 768), specials, "<s> $A </s>", bos_token="<s>", **_NAMED
+    )
+    model = _sharpened(BartForConditionalGeneration, config)
     with torch.no_grad():
-        model.final_logits_bias.normal_(
-            0.0, NOISE_STD, generator=torch.Generator().manual_seed(size.seed)
-        )
+        model.final_logits_bias.normal_(0.0, NOISE_STD, generator=torch.Generator().manual_seed(0))
     suppress_special_tokens(model, tokenizer)
-    written = tokenizer if size.with_tokenizer else None
-    return save_checkpoint(directory, model, written, max_shard_size=size.max_shard_size)
+    return save_checkpoint(directory, model, tokenizer if with_tokenizer else None)
 
 
 def build_t5(directory: str | Path, *, gated: bool = False, **config_overrides: Any) -> Path:
@@ -290,7 +301,7 @@ def build_whisper(directory: str | Path, **config_overrides: Any) -> Path:
     tokenizer = _whisper_tokenizer()
     end, start = _id(tokenizer, "<|endoftext|>"), _id(tokenizer, f"<|{_START}|>")
     extractor = WhisperFeatureExtractor(feature_size=16, chunk_length=_WINDOW_S)
-    settings = _two_stacks(SeededSettings()) | {
+    settings = _TWO_STACKS | {
         "vocab_size": len(tokenizer),
         "num_mel_bins": extractor.feature_size,
         "max_source_positions": _WINDOW_S * _FRAMES_PER_SECOND // 2,
@@ -311,8 +322,10 @@ def build_mllama(directory: str | Path, **text_overrides: Any) -> Path:
     """Write a seeded Mllama with its image processor; layers 1 and 3 attend to images."""
     named = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "pad_token": "<|pad|>"}
     tokenizer = byte_level_tokenizer(760, [*named.values()], "<|bos|> $A", **named)
-    size = DecoderSettings(vocab_size=len(tokenizer), num_layers=4, max_position_embeddings=512)
-    text = size.text_config(tokenizer) | {
+    text = decoder_fields(tokenizer) | {
+        "vocab_size": len(tokenizer),
+        "num_hidden_layers": 4,
+        "max_position_embeddings": 512,
         "cross_attention_layers": [1, 3],
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
     }
@@ -338,14 +351,6 @@ def build_mllama(directory: str | Path, **text_overrides: Any) -> Path:
     model = _sharpened(MllamaForConditionalGeneration, config)
     processor = MllamaImageProcessorPil(size={"height": 56, "width": 56}, max_image_tiles=4)
     return save_checkpoint(directory, model, tokenizer, processor)
-
-
-def _two_stacks(size: SeededSettings) -> dict[str, Any]:
-    """Return the sizes of encoder and decoder, by the field names of BART and Whisper."""
-    stacks = {"layers": size.num_layers, "attention_heads": size.num_heads}
-    stacks["ffn_dim"] = size.intermediate_size
-    both = {f"{side}_{name}": n for side in ("encoder", "decoder") for name, n in stacks.items()}
-    return {"d_model": size.hidden_size} | both
 
 
 def _whisper_tokenizer() -> WhisperTokenizer:
@@ -415,7 +420,8 @@ DEEP_VISION: dict[str, Any] = {
 }
 """The vision tower of seeded Qwen3 models."""
 
-_TEXT = DecoderSettings(num_layers=3)
+_NUM_LAYERS = 3
+"""Number of layers of the decoders of media."""
 
 HEARING: dict[str, Any] = {
     "num_mel_bins": 32,
@@ -423,7 +429,7 @@ HEARING: dict[str, Any] = {
     "encoder_layers": 2,
     "encoder_attention_heads": 2,
     "encoder_ffn_dim": 64,
-    "output_dim": _TEXT.hidden_size,
+    "output_dim": SIZES["hidden_size"],
 }
 """Sizes of an audio tower."""
 
@@ -461,7 +467,7 @@ def build_llava(
     }
     config = LlavaConfig(
         vision_config=vision,
-        text_config={"model_type": "llama"} | _TEXT.text_config(tokenizer) | text_overrides,
+        text_config={"model_type": "llama"} | _text_fields(tokenizer) | text_overrides,
         image_token_index=_id(tokenizer, "<image>"),
         image_seq_length=(size // patch) ** 2,
         vision_feature_layer=-2,
@@ -489,8 +495,8 @@ def build_gemma3_vision(directory: str | Path, *, rows: int = 16, **text_overrid
     vision = {"model_type": "siglip_vision_model", "vision_use_head": False}
     vision |= {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     vision |= {"num_attention_heads": 2, "image_size": 56, "patch_size": 7}
-    text = {"model_type": "gemma3_text", "head_dim": 16} | _TEXT.text_config(tokenizer)
-    text |= _family_settings("gemma3_text", _TEXT.num_layers, 16)
+    text = {"model_type": "gemma3_text", "head_dim": 16} | _text_fields(tokenizer)
+    text |= _family_settings("gemma3_text", _NUM_LAYERS, 16)
     config = Gemma3Config(
         vision_config=vision,
         text_config=text | text_overrides,
@@ -512,7 +518,7 @@ def build_qwen3_asr(directory: str | Path, *, tied: bool = False, **text_overrid
     tokenizer = _tokenizer(names, {"audio": "".join(names)}, adds_bos=False)
     tokenizer.add_tokens(["<asr_text>"])
     extractor = Qwen3ASRFeatureExtractor(feature_size=HEARING["num_mel_bins"])
-    text = {"model_type": "qwen3", "head_dim": 16} | _TEXT.text_config(tokenizer)
+    text = {"model_type": "qwen3", "head_dim": 16} | _text_fields(tokenizer)
     config = AutoConfig.for_model(
         "qwen3_asr",
         audio_config=HEARING | {"downsample_hidden_size": 16, "n_window_infer": 200},
@@ -533,7 +539,7 @@ def build_voxtral(directory: str | Path, **text_overrides: Any) -> Path:
     extractor = WhisperFeatureExtractor(feature_size=32, chunk_length=2)
     hearing = {"num_mel_bins": 32, "hidden_size": 32, "intermediate_size": 128}
     hearing |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_source_positions": 100}
-    text = {"model_type": "llama", "head_dim": 16} | _TEXT.text_config(tokenizer)
+    text = {"model_type": "llama", "head_dim": 16} | _text_fields(tokenizer)
     config = AutoConfig.for_model(
         "voxtral",
         audio_config=hearing,
@@ -589,7 +595,7 @@ def _save_qwen(
     start, end, image, video = names
     in_chat = {"image": f"{start}{image}{end}", "video": f"{start}{video}{end}"}
     tokenizer = _tokenizer(names, in_chat, adds_bos=False)
-    whole = _TEXT.text_config(tokenizer)
+    whole = _text_fields(tokenizer)
     config = AutoConfig.for_model(
         model_type,
         vision_config=vision | {"out_hidden_size": whole["hidden_size"]},
@@ -605,6 +611,10 @@ def _save_qwen(
     video_processor = {"fps": 2.0, "min_frames": 4, "max_frames": 768, "size": dict(processor.size)}
     (path / "video_preprocessor_config.json").write_text(json.dumps(video_processor, indent=2))
     return path
+
+
+def _text_fields(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    return decoder_fields(tokenizer, num_hidden_layers=_NUM_LAYERS)
 
 
 def _tokenizer(
@@ -632,7 +642,7 @@ def _save(
     return save_checkpoint(directory, model, tokenizer, *processors)
 
 
-def _sharpened(make: Callable[[Any], Any], config: PreTrainedConfig, seed: int = 0) -> Any:
+def _sharpened(make: Callable[[Any], Any], config: PreTrainedConfig) -> Any:
     has_text = config.model_type == "mllama"
     tied = bool((config.text_config if has_text else config).tie_word_embeddings)
     gains = _GAINS.get(config.model_type, {})
@@ -641,4 +651,4 @@ def _sharpened(make: Callable[[Any], Any], config: PreTrainedConfig, seed: int =
         if not _initialise_recurrence(name, parameter, generator):
             initialise(name, parameter, generator, tied=tied, gains=gains)
 
-    return seeded_model(lambda: make(config), torch.Generator().manual_seed(seed), draw)
+    return seeded_model(lambda: make(config), torch.Generator().manual_seed(0), draw)

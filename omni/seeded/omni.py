@@ -27,8 +27,9 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 from engine.checkpoints.config_file import quiet_config_log
 from omni.seeded.building import (
     ATTENTION_GAIN,
-    DecoderSettings,
+    SIZES,
     byte_level_tokenizer,
+    decoder_fields,
     initialise,
     save_checkpoint,
     seeded_model,
@@ -126,8 +127,8 @@ _GAINS = dict.fromkeys(("q_proj", "k_proj", "qkv", "q", "k"), ATTENTION_GAIN)
 _VOCODER_GAIN = 0.5
 
 
-# Hidden size of the thinker, and so of the talker's input.
-_WIDTH = 64
+# Of the thinker, and so of the talker's input.
+_WIDTH = SIZES["hidden_size"]
 _NUM_CODES = 256
 _SMALL_DECODER: Mapping[str, Any] = {
     "hidden_size": 32,
@@ -235,9 +236,14 @@ def _config(
 ) -> Qwen2_5OmniConfig:
     markers = marker_ids(tokenizer)
     turned = {"rope_parameters": rope([2, 3, 3])}
-    text = DecoderSettings(hidden_size=_WIDTH, num_layers=3, max_position_embeddings=4096)
     usual: dict[str, Mapping[str, Any]] = {
-        "text": text.text_config(tokenizer) | turned | {"tie_word_embeddings": False},
+        "text": decoder_fields(
+            tokenizer,
+            num_hidden_layers=3,
+            max_position_embeddings=4096,
+            tie_word_embeddings=False,
+            **turned,
+        ),
         "vision": QWEN_VISION | {"out_hidden_size": _WIDTH},
         "audio": HEARING,
         "talker": {**_TALKER, **turned, **spoken_ids(tokenizer)},
@@ -336,9 +342,8 @@ def _qwen3_config(tokenizer: PreTrainedTokenizerFast, speaks: bool) -> Qwen3Omni
         "user_token_id": vocabulary["user"],
         "position_id_per_seconds": 13,
     }
-    text = DecoderSettings(hidden_size=_WIDTH, num_layers=4, max_position_embeddings=4096)
     words = {
-        **text.text_config(tokenizer),
+        **decoder_fields(tokenizer, num_hidden_layers=4, max_position_embeddings=4096),
         **EXPERTS["qwen3_moe"],
         "head_dim": 16,
         "rope_parameters": _QWEN3_ROPE,

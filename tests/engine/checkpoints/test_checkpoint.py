@@ -18,7 +18,7 @@ from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
@@ -53,7 +53,10 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def sharded(tmp_path: Path) -> Path:
-    return build_causal_lm(tmp_path / "sharded", with_tokenizer=False, max_shard_size="100KB")
+    whole = build_causal_lm(tmp_path / "whole", with_tokenizer=False)
+    model = AutoModelForCausalLM.from_pretrained(whole)
+    model.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    return tmp_path / "sharded"
 
 
 def stored(folder: str | Path) -> dict[str, Tensor]:

@@ -60,7 +60,7 @@ def assert_same_answer(model: Path, plain: Path) -> None:
 def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Folder with a ``packed`` checkpoint and a ``plain`` one of the same values."""
     folder = tmp_path_factory.mktemp("source") / "one layer"
-    source = build_causal_lm(folder, "llama", num_layers=1, num_kv_heads=4)
+    source = build_causal_lm(folder, "llama", num_hidden_layers=1, num_key_value_heads=4)
 
     @cache
     def write(name: str) -> Path:
@@ -220,14 +220,14 @@ YARN = {
 }
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
-    "llama untied with biases": ("llama", {"tied": False, "attention_bias": True}),
-    "llama 3": ("llama", {"rope_parameters": LLAMA3, "hidden_size": 128, "num_heads": 2}),
+    "llama untied with biases": ("llama", {"tie_word_embeddings": False, "attention_bias": True}),
+    "llama 3": ("llama", {"rope_parameters": LLAMA3, "hidden_size": 128, "num_attention_heads": 2}),
     "qwen2": ("qwen2", {}),
     "qwen2 yarn": ("qwen2", {"rope_parameters": YARN}),
     "qwen3": ("qwen3", {"head_dim": 32}),
     "qwen3 moe": ("qwen3_moe", {"tied": False}),
     "gemma2": ("gemma2", {}),
-    "gemma3": ("gemma3_text", {"num_layers": 6, "layer_types": [SLIDING] * 5 + [FULL]}),
+    "gemma3": ("gemma3_text", {"num_hidden_layers": 6, "layer_types": [SLIDING] * 5 + [FULL]}),
 }
 
 

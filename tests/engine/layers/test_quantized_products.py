@@ -120,7 +120,7 @@ def test_a_non_finite_row_affects_only_itself(scheme: str, ops: LayerOps):
 
 @pytest.mark.parametrize("family", ["qwen2", "jamba"])
 def test_a_model_keeps_its_weights_quantized(family: str, tmp_path: Path):
-    folder = build_causal_lm(tmp_path, family, num_layers=2, with_tokenizer=False)
+    folder = build_causal_lm(tmp_path, family, num_hidden_layers=2, with_tokenizer=False)
 
     def load(quantization: str | None) -> CausalModel:
         settings = ModelSettings(torch.float32, CPU, 4, 96, quantization=quantization)  # type: ignore[arg-type]

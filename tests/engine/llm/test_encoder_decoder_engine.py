@@ -163,7 +163,7 @@ VARIANTS: dict[str, Callable[[Path], Path]] = {
     ),
     "whisper of uneven halves": partial(build_whisper, decoder_layers=1, decoder_ffn_dim=64),
     # Dimensions of size 1 change strides, and kernels read those.
-    "bart with one head": partial(build_bart, num_heads=1),
+    "bart with one head": partial(build_bart, encoder_attention_heads=1, decoder_attention_heads=1),
     "t5 with one head": partial(build_t5, num_heads=1),
     "whisper with one head": partial(
         build_whisper, decoder_attention_heads=1, encoder_attention_heads=1

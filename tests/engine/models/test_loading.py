@@ -41,7 +41,7 @@ WINDOW = 18
 
 
 def build(folder: Path, family: str, **options: Any) -> Path:
-    settings = {"num_layers": 3, "sliding_window": WINDOW, "with_tokenizer": False}
+    settings = {"num_hidden_layers": 3, "sliding_window": WINDOW, "with_tokenizer": False}
     return build_causal_lm(folder, family, **(settings | options))
 
 
@@ -68,7 +68,7 @@ def test_a_model_is_loaded_in_the_type_that_is_asked_for(tmp_path: Path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_embeddings_are_scaled_as_in_transformers(family: str, dtype: torch.dtype, tmp_path: Path):
     # sqrt(72) is not representable in any of these types.
-    folder = build(tmp_path, family, hidden_size=72, num_heads=4, head_dim=16)
+    folder = build(tmp_path, family, hidden_size=72, num_attention_heads=4, head_dim=16)
     ids = torch.randint(0, 768, (9,), generator=torch.Generator().manual_seed(3))
     theirs = AutoModel.from_pretrained(folder, dtype=dtype).get_input_embeddings()
     assert torch.equal(load(folder, dtype=dtype).embed(ids), theirs(ids).detach())

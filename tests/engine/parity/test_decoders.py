@@ -47,7 +47,11 @@ SCALED: dict[str, Any] = {
 NO_CAPS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 # Caps low enough to change these small scores and logits.
 LOW_CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
-UNTIED, SLIDES, KEY_HEAD = {"tied": False}, {"sliding_window": WINDOW}, {"num_kv_heads": 1}
+UNTIED, SLIDES, KEY_HEAD = (
+    {"tie_word_embeddings": False},
+    {"sliding_window": WINDOW},
+    {"num_key_value_heads": 1},
+)
 SLIDES_TOO = {"use_sliding_window": True, **SLIDES}
 EXPERTS = {"norm_topk_prob": False, "num_experts_per_tok": 3}
 
@@ -67,7 +71,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama 3 rope": ("llama", {**UNTIED, "rope_parameters": LLAMA3}),
     "llama yarn": ("llama", YARN),
-    "llama all heads alike": ("llama", {"num_kv_heads": 4, "hidden_act": "gelu"}),
+    "llama all heads alike": ("llama", {"num_key_value_heads": 4, "hidden_act": "gelu"}),
     "mistral": ("mistral", SLIDES),
     "mistral untied": ("mistral", SLIDES | UNTIED),
     "mistral of a wide window": ("mistral", {**UNTIED, "sliding_window": 200}),
@@ -112,13 +116,19 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba yarn": ("bamba", YARN),
     "qwen3_next": (
         "qwen3_next",
-        {"tied": False, "mlp_only_layers": [1], "attention_bias": True},
+        {"tie_word_embeddings": False, "mlp_only_layers": [1], "attention_bias": True},
     ),
     "qwen3_5": ("qwen3_5_text", UNTIED),
-    "qwen3_5 with experts": ("qwen3_5_moe_text", {"tied": True, "attention_bias": True}),
+    "qwen3_5 with experts": (
+        "qwen3_5_moe_text",
+        {"tie_word_embeddings": True, "attention_bias": True},
+    ),
     # Dimensions of size 1 change strides, and kernels read those.
-    "qwen2 with one head": ("qwen2", {"num_heads": 1, "num_kv_heads": 1}),
-    "gemma3 with one head": ("gemma3_text", {**SLIDES, "num_heads": 1, "num_kv_heads": 1}),
+    "qwen2 with one head": ("qwen2", {"num_attention_heads": 1, "num_key_value_heads": 1}),
+    "gemma3 with one head": (
+        "gemma3_text",
+        {**SLIDES, "num_attention_heads": 1, "num_key_value_heads": 1},
+    ),
     "qwen3 with one key head": ("qwen3", KEY_HEAD),
     "llama with one key head": ("llama", KEY_HEAD),
     "ministral with one key head": ("ministral", SLIDES | KEY_HEAD),
@@ -135,7 +145,7 @@ FOUR_LAYERS = ("jamba", "bamba", "qwen3_next", "qwen3_5")
 def build(folder: Path, name: str, **options: Any) -> str:
     family, settings = VARIANTS[name]
     num_layers = 4 if family.startswith(FOUR_LAYERS) else 3
-    given: dict[str, Any] = {"num_layers": num_layers, "with_tokenizer": False}
+    given: dict[str, Any] = {"num_hidden_layers": num_layers, "with_tokenizer": False}
     return str(build_causal_lm(folder, family, **(given | settings | options)))
 
 

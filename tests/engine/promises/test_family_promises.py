@@ -165,7 +165,9 @@ def family(
     name, preemption, *size = request.param
     if name == "jamba-recurrent":  # its first attention layer would be the third
         folder = tmp_path_factory.mktemp("recurrent")
-        checkpoint = str(build_causal_lm(folder, "jamba", tied=False, num_layers=2))
+        checkpoint = str(
+            build_causal_lm(folder, "jamba", tie_word_embeddings=False, num_hidden_layers=2)
+        )
     else:
         checkpoint = seeded(name)
     pool = (IN_LONG_BLOCKS if size else POOLS | SWAPPED | RECOMPUTED)[name]

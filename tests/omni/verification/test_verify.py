@@ -541,8 +541,8 @@ def test_a_deep_model_verifies_equal_by_measured_noise_alone(
     checkpoint = build_causal_lm(
         tmp_path,
         hidden_size=256,
-        num_layers=6,
-        num_heads=8,
+        num_hidden_layers=6,
+        num_attention_heads=8,
         intermediate_size=512,
         with_tokenizer=False,
     )
