@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
 from typing import Any, TypeAlias
@@ -107,17 +107,8 @@ class LiveRequest:
     times: dict[str, StageTime] = field(default_factory=dict)
     has_new_times: bool = False
 
-    def held_up(self, order: Sequence[str]) -> list[str]:
-        """Return the stages in which it is paused by a slow consumer, the last ones first."""
-        full = {stream.source for stream in self.streams.values() if stream.is_full}
-        return [name for name in reversed(order) if name in full and name in self.inside]
-
     def take(self, stage: Stage, delta: OutputDelta, *, is_needed_whole: bool) -> None:
-        """Add a delta of a stage.
-
-        Raises:
-            ValueError: the stage failed the request, or changed the sampling rate of its audio.
-        """
+        """Add a delta of a stage; ``ValueError`` if it failed, or its audio changed its rate."""
         name = stage.name
         if is_needed_whole:
             if name not in self.whole:
@@ -129,19 +120,17 @@ class LiveRequest:
         if stage.final_output:
             shown = _visible_part(delta, stage.final_output)
             if shown.audio is not None:
-                self._check_rate(name, shown.audio.sampling_rate)
+                rate = shown.audio.sampling_rate
+                if rate != (before := self.sampling_rates.setdefault(name, rate)):
+                    raise ValueError(
+                        f"sound of {before} samples per second cannot be followed by sound of "
+                        f"{rate}"
+                    )
             self.new.append((name, shown))
             if delta.finished:
                 self.ended.add(name)
         if delta.failure is not None:
             raise ValueError(delta.failure)
-
-    def _check_rate(self, name: str, rate: int) -> None:
-        before = self.sampling_rates.setdefault(name, rate)
-        if rate != before:
-            raise ValueError(
-                f"sound of {before} samples per second cannot be followed by sound of {rate}"
-            )
 
     def _note_end(self, name: str, delta: OutputDelta) -> None:
         """Record when a stage was done with it, and its counts there."""
@@ -522,13 +511,26 @@ class Orchestrator:
                 self._send(stream.source, CloseStream(live.request_id, name))
 
     def _resume_stalled(self) -> None:
-        """Resume a paused request if the pipeline is stalled."""
-        if (found := _next_to_lift(self._live.values(), self._pipeline.order)) is None:
+        """Resume a paused request if the pipeline is stalled: the oldest one, in its last stage.
+
+        But a resumed request may lack capacity that another paused one holds, so each of them is
+        resumed once before the oldest is again.
+        """
+        paused = [
+            (live, name)
+            for live in self._live.values()
+            for name in reversed(self._pipeline.order)
+            if name in live.inside
+            and any(each.source == name and each.is_full for each in live.streams.values())
+        ]
+        if not paused or not all([link.check_idle() for link in self._links.values()]):
             return
-        live, name = found
-        if all([link.check_idle() for link in self._links.values()]):
-            live.lifted.add(name)
-            self._send(name, Lift(live.request_id))
+        if all(name in live.lifted for live, name in paused):
+            for live, _ in paused:
+                live.lifted.clear()
+        live, name = next((live, name) for live, name in paused if name not in live.lifted)
+        live.lifted.add(name)
+        self._send(name, Lift(live.request_id))
 
     def _end(
         self, live: LiveRequest, error: str, reason: FinishReason = FinishReason.ERROR
@@ -556,21 +558,6 @@ def _visible_part(delta: OutputDelta, kinds: Sequence[str]) -> OutputDelta:
     if "tensors" not in kinds and delta.tensors:
         hidden["tensors"] = {}
     return replace(delta, **hidden) if hidden else delta
-
-
-def _next_to_lift(
-    requests: Iterable[LiveRequest], order: Sequence[str]
-) -> tuple[LiveRequest, str] | None:
-    """Return the paused request to resume in a stalled pipeline, and its stage; None without one.
-
-    The oldest paused one. But a resumed request may lack capacity that another paused one holds, so
-    each of them is resumed once before the oldest is again.
-    """
-    resting = [(live, name) for live in requests for name in live.held_up(order)]
-    if all(name in live.lifted for live, name in resting):
-        for live, _ in resting:
-            live.lifted.clear()
-    return next(((live, name) for live, name in resting if name not in live.lifted), None)
 
 
 def refusal(request_id: str, error: Exception) -> OmniDelta:
