@@ -1,22 +1,15 @@
-"""Finds, reads and checks the YAML file of a pipeline; errors name its lines."""
+"""Finds and reads the YAML file of a pipeline; errors name its lines."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ValidationError
 
-from engine.interface.arguments import check_argument
 from engine.interface.placed_error import KeyPath, suggest
-from engine.interface.settings import explain_validation_error
-from omni.pipelines.runtime_config import leave_behind, tell
-
-_Config = TypeVar("_Config", bound=BaseModel)
 
 
 class ConfigError(ValueError):
@@ -27,61 +20,6 @@ def shipped_configs() -> list[str]:
     """Return the names of the pipelines that are shipped with the package."""
     files = resources.files("stage_configs").iterdir()
     return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
-
-
-def load_config(
-    model: type[_Config],
-    config: str | Path,
-    overrides: Mapping[str, Any],
-    *,
-    flag: str = "overrides:",
-    labels: Mapping[str, str] | None = None,
-) -> _Config:
-    """Read a YAML file into a model.
-
-    Values must have the model's types: a number in quotes is not a number.
-
-    Args:
-        model: the schema.
-        config: path of a YAML file, or the name of a shipped one, such as ``two_step``.
-        overrides: values by dotted path (``"stages.writer.engine.num_blocks"``), which replace
-            those of the file.
-        flag: prefix of the path in messages about ``overrides``.
-        labels: by path in ``overrides``, a label that replaces both in messages.
-
-    Raises:
-        ConfigError: there is no such file, or something in it or in ``overrides`` is wrong; the
-            message names every wrong place.
-    """
-    check_argument("config", config, str | Path, "a path, or the name of a shipped pipeline")
-    wanted = "a mapping of dotted places to values"
-    check_argument("overrides", overrides, Mapping, wanted, '{"stages.writer.model": ...}')
-    for place in overrides:
-        check_argument("each place in overrides", place, str, "a str")
-    text, label, folders = _find(config)
-    written, numbers = parse_yaml(text, label)
-    if not isinstance(written, dict):
-        raise ConfigError(f"{label}: expected a mapping with 'name' and 'stages'")
-    # Through JSON, so that an override does not reach a mapping's other YAML aliases.
-    data = json.loads(json.dumps(written, default=str))
-    left = leave_behind(data, overrides)
-    lines: dict[KeyPath, int | str] = dict(numbers)
-    for place, value in overrides.items():
-        named = (labels or {}).get(place, f"{flag} {place}")
-        _override(data, place, value, named)
-        keys = tuple(place.split("."))
-        lines = {key: line for key, line in lines.items() if key[: len(keys)] != keys}
-        lines[keys] = named
-    try:
-        # From JSON, strict validation still takes a list for a tuple.
-        read = model.model_validate_json(
-            json.dumps(data, default=str), strict=True, context=folders
-        )
-    except ValidationError as error:
-        message = explain_validation_error(error, model, data, source=label, lines=lines)
-        raise ConfigError(message) from None
-    tell(left)  # only now: if there is an error, only that is reported
-    return read
 
 
 def parse_overrides(assignments: Sequence[str]) -> dict[str, Any]:
@@ -102,7 +40,7 @@ def parse_overrides(assignments: Sequence[str]) -> dict[str, Any]:
     return overrides
 
 
-def _find(config: str | Path) -> tuple[str, str, dict[str, Path | None]]:
+def find_config(config: str | Path) -> tuple[str, str, dict[str, Path | None]]:
     """Return a configuration's text, its name in errors, and the base folders of its paths.
 
     Checkpoints may be next to any configuration; user code is never next to a shipped one.
@@ -128,7 +66,7 @@ def _find(config: str | Path) -> tuple[str, str, dict[str, Path | None]]:
         raise ConfigError(f"{name}: cannot be read: {error}") from None
 
 
-def _override(data: dict[str, Any], place: str, value: Any, flag: str) -> None:
+def override(data: dict[str, Any], place: str, value: Any, flag: str) -> None:
     """Set ``value`` at a dotted path, creating missing mappings in between."""
     *parents, key = place.split(".")
     at = data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
@@ -20,14 +21,17 @@ from pydantic import (
 )
 
 from engine.files.gguf_header import find_gguf
-from engine.interface.placed_error import PlacedError, suggest
+from engine.interface.arguments import check_argument
+from engine.interface.placed_error import KeyPath, PlacedError, suggest
 from engine.interface.settings import Settings, explain_validation_error
-from omni.pipelines.config_file import load_config
+from omni.pipelines.config_file import ConfigError, find_config, override, parse_yaml
 from omni.pipelines.graph_rules import GraphError, check_graph, sources_of, topological_order
 from omni.pipelines.runtime_config import (
     RuntimeConfig,
+    leave_behind,
     local_config,
     placement_for,
+    tell,
 )
 from omni.pipelines.voices import RecordedVoice, Voices
 from omni.seeded.checkpoints import SEEDED_MODELS, SEEDED_PREFIX, resolve_model
@@ -107,8 +111,51 @@ class PipelineConfig(Settings):
         flag: str = "overrides:",
         labels: Mapping[str, str] | None = None,
     ) -> PipelineConfig:
-        """Read a pipeline from a YAML file; see :func:`~omni.pipelines.config_file.load_config`."""
-        return load_config(cls, config, overrides or {}, flag=flag, labels=labels)
+        """Read a pipeline from a YAML file.
+
+        Values must have the right types: a number in quotes is not a number.
+
+        Args:
+            config: path of a YAML file, or the name of a shipped one, such as ``two_step``.
+            overrides: values by dotted path (``"stages.writer.engine.num_blocks"``), which replace
+                those of the file.
+            flag: prefix of the path in messages about ``overrides``.
+            labels: by path in ``overrides``, a label that replaces both in messages.
+
+        Raises:
+            ConfigError: there is no such file, or something in it or in ``overrides`` is wrong; the
+                message names every wrong place.
+        """
+        overrides = overrides or {}
+        check_argument("config", config, str | Path, "a path, or the name of a shipped pipeline")
+        wanted = "a mapping of dotted places to values"
+        check_argument("overrides", overrides, Mapping, wanted, '{"stages.writer.model": ...}')
+        for place in overrides:
+            check_argument("each place in overrides", place, str, "a str")
+        text, label, folders = find_config(config)
+        written, numbers = parse_yaml(text, label)
+        if not isinstance(written, dict):
+            raise ConfigError(f"{label}: expected a mapping with 'name' and 'stages'")
+        # Through JSON, so that an override does not reach a mapping's other YAML aliases.
+        data = json.loads(json.dumps(written, default=str))
+        left = leave_behind(data, overrides)
+        lines: dict[KeyPath, int | str] = dict(numbers)
+        for place, value in overrides.items():
+            named = (labels or {}).get(place, f"{flag} {place}")
+            override(data, place, value, named)
+            keys = tuple(place.split("."))
+            lines = {key: line for key, line in lines.items() if key[: len(keys)] != keys}
+            lines[keys] = named
+        try:
+            # From JSON, strict validation still takes a list for a tuple.
+            read = cls.model_validate_json(
+                json.dumps(data, default=str), strict=True, context=folders
+            )
+        except ValidationError as error:
+            message = explain_validation_error(error, cls, data, source=label, lines=lines)
+            raise ConfigError(message) from None
+        tell(left)  # only now: if there is an error, only that is reported
+        return read
 
     @model_validator(mode="after")
     def _check_stages(self) -> PipelineConfig:
