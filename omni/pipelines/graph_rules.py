@@ -101,7 +101,11 @@ def check_graph(
         if stage.inputs.chunk_size is not None:
             _check_streamed_edge(name, stages, stage.inputs, needs)
         if needs is not None:
-            _check_number_of_sources(name, stage.inputs, needs)
+            wanted, got = needs.num_sources, len(stage.inputs.sources)
+            if wanted not in (None, got):
+                used = f"transform {stage.inputs.transform_name!r}"
+                problem = f"{used} takes {wanted} source(s), got {got}"
+                raise GraphError(("stages", name, "inputs", "from"), problem)
             _check_outputs(name, stages, stage.inputs, needs, emitted or {})
     return transforms
 
@@ -152,13 +156,6 @@ def _check_every_stage_is_used(stages: Mapping[str, GraphStage]) -> None:
                 "no stage takes its output and it has no final_output; give it one, name it in "
                 "another stage's inputs, or remove it",
             )
-
-
-def _check_number_of_sources(name: str, inputs: StageInputs, needs: Requirements) -> None:
-    wanted, got = needs.num_sources, len(inputs.sources)
-    if wanted not in (None, got):
-        problem = f"transform {inputs.transform_name!r} takes {wanted} source(s), got {got}"
-        raise GraphError(("stages", name, "inputs", "from"), problem)
 
 
 def _check_outputs(

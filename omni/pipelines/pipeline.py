@@ -78,7 +78,11 @@ class Pipeline:
         self.ownership = Ownership("this pipeline")
         self._after_stages: list[Callable[[], object]] = []
         self._checked_sampling: dict[str, SamplingParams] = {}
-        self._claim_stages()
+        with ExitStack() as claimed:
+            for stage in self.stages.values():
+                stage.ownership.claim(self, f"a pipeline of the stages {', '.join(order)}")
+                claimed.callback(stage.ownership.release, self)
+            claimed.pop_all()
 
     @classmethod
     def from_config(cls, config: PipelineConfig) -> Pipeline:
@@ -133,13 +137,15 @@ class Pipeline:
                 stage.check_sampling(params)
             except ValueError as error:
                 place = error.place if isinstance(error, PlacedError) else ()
-                raise PlacedError((name, *place), f"{_sampling_for(name)}: {error}") from error
+                raise PlacedError(
+                    (name, *place), f"sampling for stage {name!r}: {error}"
+                ) from error
             if params is stage.sampling:
                 self._checked_sampling[name] = params
         return merged
 
     def _merge(self, name: str, override: SamplingParams | Mapping[str, Any]) -> SamplingParams:
-        where = _sampling_for(name)
+        where = f"sampling for stage {name!r}"
         if name not in self.stages:
             problem = f"{where}, which does not exist{suggest(name, self.stages)}"
             raise PlacedError((name,), problem)
@@ -175,13 +181,6 @@ class Pipeline:
                 closing.callback(stage.ownership.close)
                 closing.callback(stage.close)
 
-    def _claim_stages(self) -> None:
-        with ExitStack() as claimed:
-            for stage in self.stages.values():
-                stage.ownership.claim(self, f"a pipeline of the stages {', '.join(self.order)}")
-                claimed.callback(stage.ownership.release, self)
-            claimed.pop_all()
-
     def _check_completions(self) -> None:
         for name, stage in self.stages.items():
             consumers = self.consumers[name]
@@ -190,11 +189,6 @@ class Pipeline:
                     f"stage {name!r} makes n={stage.sampling.n} completions, but feeds "
                     f"{', '.join(consumers)}, which takes one: n > 1 is for stages that feed none"
                 )
-
-
-def _sampling_for(stage: str) -> str:
-    """Return the name of a stage's sampling parameters in error messages."""
-    return f"sampling for stage {stage!r}"
 
 
 def _by_name(stages: Sequence[Stage]) -> dict[str, Stage]:

@@ -40,7 +40,12 @@ def leave_behind(data: dict[str, Any], overrides: Mapping[str, Any]) -> list[str
     Returns:
         Messages about dropped settings, for :func:`tell`, if there is no other error.
     """
-    kind = _kind_in(overrides)
+    kind: Any = None
+    for place, value in overrides.items():
+        if place == "runtime.kind":
+            kind = value
+        elif place == "runtime" and isinstance(value, dict):
+            kind = value.get("kind", "inline")
     if kind not in _KINDS:
         return []
     left = runtime_for(data.get("runtime"), kind)
@@ -70,17 +75,6 @@ def tell(left: list[str]) -> None:
     """Log warnings about dropped settings."""
     for each in left:
         _LOG.warning("%s", each)
-
-
-def _kind_in(overrides: Mapping[str, Any]) -> Any:
-    """Return the kind of runtime in overrides; None if they do not set it."""
-    kind: Any = None
-    for place, value in overrides.items():
-        if place == "runtime.kind":
-            kind = value
-        elif place == "runtime" and isinstance(value, dict):
-            kind = value.get("kind", "inline")
-    return kind
 
 
 def _drop_from_placement(name: str, settings: Any, kind: RuntimeKind) -> list[str]:

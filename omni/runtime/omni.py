@@ -102,8 +102,25 @@ class Omni:
             config = PipelineConfig.load(config, overrides=_merge(overrides or {}, runtime))
         if isinstance(config, PipelineConfig):
             config = config.with_runtime(runtime)
+        elif apart and RuntimeConfig.parse(runtime).kind == "inline":
+            raise ValueError(
+                "apart=True needs a config, of which another process can build the stages"
+            )
+        # Before any model is loaded, so that a file that cannot be written is detected immediately.
+        order = config.order if isinstance(config, Pipeline) else config.topological_order()
+        opened = None if trace is None else Trace(trace, order)
+        try:
+            if isinstance(config, PipelineConfig):
+                built = build_pipeline(config, apart=apart, is_traced=trace is not None)
+            else:
+                built = place_pipeline(config, runtime or "inline", is_traced=trace is not None)
+            built.ownership.claim(self, "another Omni")
+        except BaseException:
+            if opened is not None:
+                opened.discard()
+            raise
+        self.pipeline = built
         self._ownership = Ownership("this Omni")
-        self.pipeline, opened = _build(self, config, runtime, trace, apart)
         self._driver = Driver(Orchestrator(self.pipeline, trace=opened))
         # Also runs when this object is dropped or the interpreter ends.
         self._finalizer = weakref.finalize(
@@ -265,32 +282,6 @@ class Omni:
                 name = request.request_id or f"omni-{uuid.uuid4().hex}"
                 sink = _sink(post, position)
                 running[position] = self._driver.submit(request, name, sink)
-
-
-def _build(
-    owner: Omni,
-    config: PipelineConfig | Pipeline,
-    runtime: str | RuntimeConfig | None,
-    trace: str | Path | None,
-    apart: bool,
-) -> tuple[Pipeline, Trace | None]:
-    """Build a pipeline, and open its trace; raises what :class:`Omni` raises."""
-    if apart and isinstance(config, Pipeline) and RuntimeConfig.parse(runtime).kind == "inline":
-        raise ValueError("apart=True needs a config, of which another process can build the stages")
-    # Before any model is loaded, so that a file that cannot be written is detected immediately.
-    order = config.order if isinstance(config, Pipeline) else config.topological_order()
-    opened = None if trace is None else Trace(trace, order)
-    try:
-        if isinstance(config, PipelineConfig):
-            pipeline = build_pipeline(config, apart=apart, is_traced=trace is not None)
-        else:
-            pipeline = place_pipeline(config, runtime or "inline", is_traced=trace is not None)
-        pipeline.ownership.claim(owner, "another Omni")
-        return pipeline, opened
-    except BaseException:
-        if opened is not None:
-            opened.discard()
-        raise
 
 
 def _merge(overrides: Mapping[str, Any], runtime: str | RuntimeConfig | None) -> Mapping[str, Any]:

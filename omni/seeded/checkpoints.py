@@ -36,18 +36,14 @@ _MEDIUM: Mapping[str, Any] = {
 
 
 class SeededModel:
-    """Builder of one of the models.
+    """Builder of one of the models: ``module:function`` in this package, and its arguments.
 
-    Args:
-        place: ``module:function`` in this package.
-        known_fields: fields of its ``config.json`` that are known before it is built.
-        settings: arguments of the function.
+    ``known_fields`` are those of its ``config.json`` that are known before it is built.
     """
 
     def __init__(self, place: str, known_fields: Mapping[str, Any], **settings: Any) -> None:
-        self._place = place
+        self._place, self._settings = place, settings
         self.known_fields = known_fields
-        self._settings = settings
 
     def builder(self) -> Callable[..., Path]:
         """Import and return the function."""

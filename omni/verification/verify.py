@@ -181,21 +181,19 @@ class VerifyReport:
             else f"cached equals uncached: {compared} of {self.num_requests} requests compared"
         ]
         if self.equal and not self.has_hits:
-            lines.insert(0, self._describe_no_hits())
+            why = (
+                "no request used anything that was cached, and all runs did the same work. Whole "
+                "blocks of block_size tokens are cached: give longer prompts, which hit when they "
+                "run again"
+            )
+            if not any(stage.has_cache and stage.is_cached for stage in self.stages):
+                why = "no stage has a cache that its settings turn on"
+            lines.insert(0, f"NOTHING WAS PROVEN: {why}")
         if regrouped:
             lines.append(
                 f"outputs DEPEND ON BATCH MATES, without any caching, in {regrouped} places"
             )
         return lines
-
-    def _describe_no_hits(self) -> str:
-        if not any(stage.has_cache and stage.is_cached for stage in self.stages):
-            return "NOTHING WAS PROVEN: no stage has a cache that its settings turn on"
-        return (
-            "NOTHING WAS PROVEN: no request used anything that was cached, and all runs did the "
-            "same work. Whole blocks of block_size tokens are cached: give longer prompts, which "
-            "hit when they run again"
-        )
 
 
 def _run_name(run: Run) -> str:

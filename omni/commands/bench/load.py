@@ -445,11 +445,12 @@ class LevelRun:
         lag = asyncio.create_task(self._measure_lag())
         conversations = (source(self._index, number) for number in range(self._num_conversations))
         try:
-            if self.level.concurrency is not None:
-                await self._closed_loop(conversations, self.level.concurrency)
-            else:
-                assert self.level.rate is not None
-                await self._open_loop(conversations, self.level.rate)
+            async with asyncio.TaskGroup() as group:
+                if self.level.rate is not None:
+                    await self._open_loop(group, conversations, self.level.rate)
+                else:
+                    for _ in range(min(self.level.concurrency or 1, self._num_conversations)):
+                        group.create_task(self._client(conversations))
         except ExceptionGroup as errors:  # from the loops' tasks; one of them is enough
             raise errors.exceptions[0] from errors
         finally:
@@ -463,27 +464,23 @@ class LevelRun:
             await asyncio.sleep(_LAG_INTERVAL_S)
             self.loop_lags.append(max(0.0, self._now() - planned))
 
-    async def _closed_loop(self, conversations: Iterator[LoadTurns], concurrency: int) -> None:
-        async with asyncio.TaskGroup() as group:
-            for _ in range(min(concurrency, self._num_conversations)):
-                group.create_task(self._client(conversations))
-
     async def _client(self, conversations: Iterator[LoadTurns]) -> None:
         scheduled = self._now()
         while self._in_time(scheduled) and (conversation := next(conversations, None)) is not None:
             await self._run_conversation(conversation, scheduled)
             scheduled = self._now()
 
-    async def _open_loop(self, conversations: Iterator[LoadTurns], rate: float) -> None:
+    async def _open_loop(
+        self, group: asyncio.TaskGroup, conversations: Iterator[LoadTurns], rate: float
+    ) -> None:
         chance = random.Random(f"{self._flags.seed} {self._index}")
         scheduled = self._now()
-        async with asyncio.TaskGroup() as group:
-            for conversation in conversations:
-                await asyncio.sleep(max(0.0, scheduled - self._now()))
-                if not self._in_time(scheduled):
-                    return
-                group.create_task(self._run_conversation(conversation, scheduled))
-                scheduled += chance.expovariate(rate)
+        for conversation in conversations:
+            await asyncio.sleep(max(0.0, scheduled - self._now()))
+            if not self._in_time(scheduled):
+                return
+            group.create_task(self._run_conversation(conversation, scheduled))
+            scheduled += chance.expovariate(rate)
 
     def _in_time(self, moment: float) -> bool:
         limit = self._flags.duration

@@ -140,7 +140,10 @@ class Chat(TextResponse):
                 content, audio = message.content, message.audio
                 if not content and audio is not None:
                     place = f"messages[{number}].audio.id"
-                    content = audio.transcript or self._stored_text(audio.id, place)
+                    content = audio.transcript
+                    if not content:
+                        _, (kept,) = self.server.spoken.find(self.client, audio.id, place)
+                        content = str(kept["content"])
                 said.append(message.for_template(content))
                 continue
             parts: list[dict[str, str | None]] = []
@@ -166,10 +169,6 @@ class Chat(TextResponse):
         """Store the text of the spoken answer, so that later requests can refer to its audio id."""
         kept = {"id": self._audio_id, "expires_at": self._expires_at}
         self.server.spoken.add(self.client, kept, [{"role": "assistant", "content": words}])
-
-    def _stored_text(self, audio_id: str, param: str) -> str:
-        _, (said,) = self.server.spoken.find(self.client, audio_id, param)
-        return str(said["content"])
 
     def _event(self, choice: Choice) -> bytes:
         usage = None

@@ -165,7 +165,15 @@ class RequestSpans:
             stage = self._tracer.start_span(
                 f"stage {spent.stage}",
                 inside,
-                attributes=_attributes(record, spent),
+                attributes={
+                    "omni.model": record.model,
+                    "omni.stage": spent.stage,
+                    "omni.prompt_tokens": spent.num_prompt_tokens,
+                    "omni.cached_tokens": spent.num_cached_tokens,
+                    "omni.generated_tokens": spent.num_tokens,
+                    "omni.preemptions": spent.num_preemptions,
+                    "omni.is_whole": spent.ended_s is not None,
+                },
                 start_time=_nanos(record, spent.entered_s),
             )
             after = {"first step": spent.queue_s, "first token": spent.first_token_s}
@@ -256,18 +264,6 @@ def _resolve_otlp(known: Collection[str], environment: Mapping[str, str]) -> str
     if wanted is not None:
         return _OTLP.get(wanted, f"otlp by {wanted}")
     return next((name for name in _OTLP.values() if name in known), "otlp")
-
-
-def _attributes(record: RequestRecord, time: StageTime) -> dict[str, str | int | bool]:
-    return {
-        "omni.model": record.model,
-        "omni.stage": time.stage,
-        "omni.prompt_tokens": time.num_prompt_tokens,
-        "omni.cached_tokens": time.num_cached_tokens,
-        "omni.generated_tokens": time.num_tokens,
-        "omni.preemptions": time.num_preemptions,
-        "omni.is_whole": time.ended_s is not None,
-    }
 
 
 def _nanos(record: RequestRecord, time_s: float) -> int:

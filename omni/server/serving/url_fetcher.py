@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from urllib.parse import SplitResult, urlsplit
 
@@ -41,22 +40,6 @@ class UrlFetcher:
         """Stop the threads that resolve names."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    @contextmanager
-    def _count_waiting(self) -> Generator[None]:
-        """Count a request that waits for a file during the block; refuse it above the limit."""
-        if self._num_requests >= max(1, self._limits.max_waiting_requests):
-            raise ApiError.too_many(
-                f"{self._num_requests} requests wait for files to be fetched, as many as this "
-                "server lets wait; try again later",
-                "queue_full",
-                self._limits.url_timeout_s,
-            )
-        self._num_requests += 1
-        try:
-            yield
-        finally:
-            self._num_requests -= 1
-
     async def fetch(self, url: str, param: str, room: int) -> bytes:
         """Fetch a file of at most ``room`` bytes; an error names ``param``, the path of its URL."""
         try:
@@ -75,15 +58,24 @@ class UrlFetcher:
             raise ApiError.bad_field(param, "it has characters that an address cannot have", _CODE)
         if parts.username is not None or parts.password is not None:
             raise ApiError.bad_field(param, "it must not name a user", _CODE)
-        with self._count_waiting():
-            try:
-                async with asyncio.timeout(self._limits.url_timeout_s), self._slots:
-                    return await self._get(parts, host, port, room)
-            except Exception as error:  # of the network, of TLS, of the host's response
-                message = str(error) or type(error).__name__
-                raise ApiError.bad_field(
-                    param, f"it cannot be fetched from {host!r}: {message}", _CODE
-                ) from error
+        if self._num_requests >= max(1, self._limits.max_waiting_requests):
+            raise ApiError.too_many(
+                f"{self._num_requests} requests wait for files to be fetched, as many as this "
+                "server lets wait; try again later",
+                "queue_full",
+                self._limits.url_timeout_s,
+            )
+        self._num_requests += 1
+        try:
+            async with asyncio.timeout(self._limits.url_timeout_s), self._slots:
+                return await self._get(parts, host, port, room)
+        except Exception as error:  # of the network, of TLS, of the host's response
+            message = str(error) or type(error).__name__
+            raise ApiError.bad_field(
+                param, f"it cannot be fetched from {host!r}: {message}", _CODE
+            ) from error
+        finally:
+            self._num_requests -= 1
 
     async def _get(self, parts: SplitResult, host: str, port: int | None, room: int) -> bytes:
         import httpcore2  # lazy: most servers fetch nothing
