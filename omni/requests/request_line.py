@@ -17,6 +17,7 @@ from urllib.request import url2pathname
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -24,6 +25,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from engine import (
     AudioPrompt,
@@ -72,18 +74,13 @@ def example_line(data: Mapping[str, Any]) -> str:
     """Format an example of the kind of line that the user seems to have meant."""
     line = dict(_form(data))
     line |= {key: value for key, value in _EXAMPLE_FIELDS.items() if key in data}
-    if sampling := _top_level_sampling(data):
-        line["sampling"] = sampling
-    return json.dumps(line)
-
-
-def _top_level_sampling(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling fields that were written at the top level, by their valid names."""
-    return {
+    # Those that were written at the top level, by their valid names.
+    sampling = {
         SAMPLING_KEYS[key]: value
         for key, value in data.items()
         if key in SAMPLING_KEYS and isinstance(value, int | float)
     }
+    return json.dumps(line | ({"sampling": sampling} if sampling else {}))
 
 
 def _form(data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -136,7 +133,7 @@ def _encoder_prompt(line: RequestLine, files: RequestFiles) -> EncoderPrompt | N
     if line.shows_items:
         return None
     if line.audio is not None:
-        (entry,) = _audio_files(line)
+        (entry,) = line.audio
         wishes = {key: getattr(entry, key) for key in entry.wishes}
         return AudioPrompt(files.item("audio", entry.file), **wishes)
     if line.images is not None:
@@ -151,8 +148,11 @@ def _with_items(form: DecoderPrompt, line: RequestLine, files: RequestFiles) -> 
         return form
     shown: dict[str, list[Any]] = {
         "image": [files.item("images", image) for image in line.images or ()],
-        "audio": [files.item("audio", entry.file) for entry in _audio_files(line)],
-        "video": [_video(entry, files) for entry in line.videos or ()],
+        "audio": [files.item("audio", entry.file) for entry in line.audio or ()],
+        "video": [
+            VideoPrompt(files.item("videos", entry.file), use_audio=entry.use_audio)
+            for entry in line.videos or ()
+        ],
     }
     if (messages := _messages(line)) is not None:
         shown = {key: [*_in_order(messages, key, each, files)] for key, each in shown.items()}
@@ -170,7 +170,7 @@ def _in_order(
             continue
         at = part.image_url or part.video_url
         if at is not None:
-            yield files.at_url(part.type, at if isinstance(at, str) else at.url)
+            yield files.at_url(part.type, at.url)
         elif part.input_audio is not None:
             kind = part.input_audio.format.lower()
             yield f"data:audio/{kind};base64,{part.input_audio.data}"
@@ -178,16 +178,6 @@ def _in_order(
         elif (item := next(rest, None)) is not None:
             yield item
     yield from rest
-
-
-def _video(entry: str | VideoFile, files: RequestFiles) -> VideoPrompt:
-    entry = VideoFile(file=entry) if isinstance(entry, str) else entry
-    return VideoPrompt(files.item("videos", entry.file), use_audio=entry.use_audio)
-
-
-def _audio_files(line: RequestLine) -> list[AudioFile]:
-    entries = line.audio or ()
-    return [AudioFile(file=entry) if isinstance(entry, str) else entry for entry in entries]
 
 
 def _side(side: str | PromptForm, files: RequestFiles) -> DecoderPrompt:
@@ -308,9 +298,19 @@ def text_or(other: str, kinds: tuple[type, ...], wanted: str) -> Discriminator:
 
 
 _MAPPING = (dict, BaseModel)
-_Name: TypeAlias = Annotated[str, Field(min_length=1), Tag("text")]
-_URL = text_or("mapping", _MAPPING, "a file, or a mapping that has it as 'url'")
-_FILE = text_or("mapping", _MAPPING, "the name of a file, or a mapping that has one as 'file'")
+
+
+def _or_text(model: type[BaseModel], key: str, wanted: str) -> BeforeValidator:
+    """Take a text as the ``key`` of a mapping; other values give an error with ``wanted``."""
+
+    def as_mapping(value: Any) -> Any:
+        if isinstance(value, str):
+            return {key: value}
+        if isinstance(value, _MAPPING):
+            return value
+        raise PydanticCustomError("neither_form", "Input should be {wanted}", {"wanted": wanted})
+
+    return BeforeValidator(as_mapping, Annotated[str, Field(min_length=1)] | model)
 
 
 class _Strict(BaseModel):
@@ -320,7 +320,13 @@ class _Strict(BaseModel):
         return [key for key in keys if getattr(self, key) is not None]
 
 
-class ImageUrl(_Strict):
+class VideoUrl(_Strict):
+    """The location of a video: a file, or a data URL (``data:video/mp4;base64,...``)."""
+
+    url: str = Field(min_length=1)
+
+
+class ImageUrl(VideoUrl):
     """The location of an image, as in OpenAI's requests.
 
     Attributes:
@@ -328,14 +334,11 @@ class ImageUrl(_Strict):
         detail: accepted and ignored: the checkpoint's processor decides the size.
     """
 
-    url: str = Field(min_length=1)
     detail: str | None = None
 
 
-class VideoUrl(_Strict):
-    """The location of a video: a file, or a data URL (``data:video/mp4;base64,...``)."""
-
-    url: str = Field(min_length=1)
+_WANTED_URL = "a file, or a mapping that has it as 'url'"
+_WANTED_FILE = "the name of a file, or a mapping that has one as 'file'"
 
 
 class InputAudio(_Strict):
@@ -371,9 +374,9 @@ class ContentPart(_Strict):
 
     type: Literal["text", "image", "audio", "video", "image_url", "input_audio", "video_url"]
     text: str | None = None
-    image_url: Annotated[_Name | Annotated[ImageUrl, Tag("mapping")], _URL] | None = None
+    image_url: Annotated[ImageUrl, _or_text(ImageUrl, "url", _WANTED_URL)] | None = None
     input_audio: InputAudio | None = None
-    video_url: Annotated[_Name | Annotated[VideoUrl, Tag("mapping")], _URL] | None = None
+    video_url: Annotated[VideoUrl, _or_text(VideoUrl, "url", _WANTED_URL)] | None = None
 
     @property
     def modality(self) -> str:
@@ -485,8 +488,8 @@ OneSide: TypeAlias = Annotated[
     Annotated[str, Tag("text")] | Annotated[PromptForm, Tag("mapping")],
     text_or("mapping", _MAPPING, f"a prompt: text, or a mapping with one of {', '.join(FORMS)}"),
 ]
-OneAudio: TypeAlias = Annotated[_Name | Annotated[AudioFile, Tag("mapping")], _FILE]
-OneVideo: TypeAlias = Annotated[_Name | Annotated[VideoFile, Tag("mapping")], _FILE]
+OneAudio: TypeAlias = Annotated[AudioFile, _or_text(AudioFile, "file", _WANTED_FILE)]
+OneVideo: TypeAlias = Annotated[VideoFile, _or_text(VideoFile, "file", _WANTED_FILE)]
 
 
 class RequestLine(_Forms):
@@ -565,7 +568,7 @@ class RequestLine(_Forms):
 
     def _check_sound(self) -> None:
         for index, entry in enumerate(self.audio or ()):
-            if isinstance(entry, AudioFile) and entry.wishes:
+            if entry.wishes:
                 raise PlacedError(
                     ("audio", index, entry.wishes[0]),
                     "is for a speech model's encoder; beside a prompt, say in it what is wanted",

@@ -22,7 +22,7 @@ from websockets.exceptions import InvalidStatus, WebSocketException
 
 from omni.commands.bench.flags import BenchFlags
 from omni.commands.bench.load import MeasuredRequest, RequestFailure, Send
-from omni.requests.request_line import AudioFile, ChatMessage, ContentPart, RequestLine, parse_line
+from omni.requests.request_line import ChatMessage, ContentPart, RequestLine, parse_line
 
 _DONE = "[DONE]"
 _DEFAULT_RATE = 24_000
@@ -286,8 +286,7 @@ def _transcription(line: RequestLine, folder: Path, model: str) -> OpenAICall:
         )
     if line.sampling:
         raise ValueError("sampling: --endpoint transcriptions has no form for it")
-    (sound,) = line.audio
-    wanted = sound if isinstance(sound, AudioFile) else AudioFile(file=sound)
+    (wanted,) = line.audio
     fields = {"model": model, "response_format": "json"}
     if wanted.language is not None:
         fields["language"] = wanted.language
@@ -357,11 +356,11 @@ def _messages(
             file = next(files[part.type], None)
             if file is None:
                 raise ValueError(f"more parts of type {part.type!r} than files")
-            return _file_part(part.type, file if isinstance(file, str) else file.file, folder)
+            return _file_part(part.type, getattr(file, "file", file), folder)
         url = part.image_url or part.video_url
         if url is None:
             return part.model_dump(exclude_none=True)
-        return _file_part(part.modality, url if isinstance(url, str) else url.url, folder)
+        return _file_part(part.modality, url.url, folder)
 
     written = []
     for message in messages:
