@@ -142,7 +142,12 @@ def _check(options: BenchOptions) -> None:
     else:
         _reject(options, _PIPELINE_FLAGS, "is about a pipeline in this process, not about --url")
     if not options.is_text:
-        _check_endpoint(options)
+        name = options.endpoint
+        if options.url is None:
+            raise ValueError(f"--endpoint {name} goes together with --url")
+        _reject(options, _TEXT_FLAGS, f"says nothing to --endpoint {name}")
+        if name == "transcriptions" and options.input_file is None:
+            raise ValueError(f"--endpoint {name} goes together with --input: no speech is made up")
     elif options.input_file is not None:
         _reject(options, ("endpoint",), _NOT_WITH_INPUT)
     if options.input_file is not None:
@@ -157,17 +162,6 @@ def _check(options: BenchOptions) -> None:
             f"--shared-prefix-tokens ({options.shared_prefix_tokens}) must be fewer than "
             f"--prompt-tokens ({options.synthetic_tokens}): each request has words of its own too"
         )
-
-
-def _check_endpoint(options: BenchOptions) -> None:
-    """Check the flags of an endpoint whose answer is not text."""
-    name = options.endpoint
-    if options.url is None:
-        raise ValueError(f"--endpoint {name} goes together with --url")
-    _reject(options, _TEXT_FLAGS, f"says nothing to --endpoint {name}")
-    if name == "transcriptions" and options.input_file is None:
-        raise ValueError("--endpoint transcriptions goes together with --input: no speech is "
-                         "made up")  # fmt: skip
 
 
 def _reject(options: BenchOptions, names: Sequence[str], why: str) -> None:

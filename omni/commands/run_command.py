@@ -173,7 +173,11 @@ def summary_table(
             else ""
             for stage in stats.values()
         ]
-    columns["not hit further"] = [_misses(stage) for stage in stats.values()]
+    # The reasons why prefixes were not hit further, the most frequent first.
+    misses = [Counter(stage.kv.misses if stage.kv else {}) for stage in stats.values()]
+    columns["not hit further"] = [
+        ", ".join(f"{reason} {count}" for reason, count in each.most_common()) for each in misses
+    ]
     if any(stage.encoder_runs or stage.encoder_hits for stage in stats.values()):
         columns["encoder runs / hits"] = [
             f"{stage.encoder_runs} / {stage.encoder_hits}" for stage in stats.values()
@@ -184,12 +188,6 @@ def summary_table(
     for row in zip(stats, *columns.values(), strict=True):
         table.add_row(*row)
     return table
-
-
-def _misses(stats: StageStats) -> str:
-    """Format the reasons why prefixes were not hit further, the most frequent first."""
-    misses = stats.kv.misses if stats.kv is not None else {}
-    return ", ".join(f"{reason} {count}" for reason, count in Counter(misses).most_common())
 
 
 def _format_stage(output: StageOutput) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import binascii
 import json
 from base64 import b64decode, b64encode
 from collections.abc import AsyncIterator, Mapping
@@ -187,7 +186,7 @@ class _InlineFiles:
 def _decode_base64(key: str, data: str) -> bytes:
     try:
         return b64decode(data, validate=True)
-    except (binascii.Error, ValueError) as error:
+    except ValueError as error:
         raise ValueError(f"{key}: not valid base64: {error}") from error
 
 

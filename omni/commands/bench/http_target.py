@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import binascii
 import json
 import mimetypes
 import os
@@ -196,7 +195,7 @@ def _unreadable(what: str, error: Exception, content: str | bytes) -> RequestFai
 def _pcm_seconds(data: str, rate: int | None) -> float:
     try:
         return len(b64decode(data, validate=True)) / _SAMPLE_BYTES / (rate or _DEFAULT_RATE)
-    except binascii.Error as error:
+    except ValueError as error:
         raise ValueError(f"its sound is no base64: {error}") from error
 
 

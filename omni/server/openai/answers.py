@@ -221,7 +221,7 @@ class LogprobWriter:
     """Formats log-probabilities, with the text of each token."""
 
     def __init__(self, pipeline: ServedPipeline, stage: str) -> None:
-        tokenizer = pipeline.tokenizer(stage)
+        tokenizer = pipeline.tokenizers[stage]
         if tokenizer is None:
             raise ApiError.bad_field(
                 "logprobs", f"the stage {stage!r} has no tokenizer to name tokens by"

@@ -76,7 +76,7 @@ def prompt_reader(server: PipelineServer, model: str) -> tuple[Any, int | None]:
     """Return the tokenizer of the stage that reads prompts, and the maximum prompt length."""
     pipeline = server.find(model)
     for name, stage in pipeline.omni.pipeline.stages.items():
-        tokenizer = pipeline.tokenizer(name)
+        tokenizer = pipeline.tokenizers[name]
         if stage.inputs is None and tokenizer is not None:
             return tokenizer, pipeline.describe()["max_model_len"]
     raise ApiError.bad_request("this model reads its prompts without a tokenizer", param="model")

@@ -296,7 +296,7 @@ class Transcription(PipelineResponse):
         self._task = task
         self._audio = audio
         self._stage = _transcribing_stage(self.stages)
-        self._tokenizer: Any = self.pipeline.tokenizer(self._stage)
+        self._tokenizer: Any = self.pipeline.tokenizers[self._stage]
         if self._tokenizer is None:
             raise ApiError.bad_request("this model has no tokenizer", param="model")
         own = self.stages.stages[self._stage].sampling

@@ -51,7 +51,8 @@ class ServedPipeline:
     """One pipeline of a server; its name is the model name for clients.
 
     ``state`` may be read from any thread, and ``error`` is the reason for a failure. ``created`` is
-    the time of construction, in seconds since 1970.
+    the time of construction, in seconds since 1970. ``tokenizers`` are those of the stages' texts,
+    once it is loaded; None for a stage without text or tokenizer.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class ServedPipeline:
         self.error: str | None = None
         self.meters = meters
         self._omni: Omni | None = None
-        self._tokenizers: Mapping[str, PreTrainedTokenizerBase | None] = {}
+        self.tokenizers: Mapping[str, PreTrainedTokenizerBase | None] = {}
         self._lock = threading.Lock()
 
     def load(self) -> None:
@@ -79,7 +80,7 @@ class ServedPipeline:
             omni = Omni(self.config, apart=self._apart)
             with ExitStack() as unless_ready:
                 unless_ready.callback(omni.close)
-                self._tokenizers = {
+                self.tokenizers = {
                     name: _tokenizer_of(self.config, name, stage)
                     for name, stage in omni.pipeline.stages.items()
                 }
@@ -175,10 +176,6 @@ class ServedPipeline:
             RequestMeter(self.meters, self.name, client).end("rejected" if is_full else "failed")
             error.is_recorded = True
             raise
-
-    def tokenizer(self, stage: str) -> PreTrainedTokenizerBase | None:
-        """Return the tokenizer of a stage's text; None if it has no text or no tokenizer."""
-        return self._tokenizers[stage]
 
     @property
     def driver(self) -> Driver:

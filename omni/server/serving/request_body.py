@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import binascii
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -36,7 +35,7 @@ async def decode_base64(data: str, param: str) -> bytes:
     """Decode base64; an error names ``param``, its path in the request."""
     try:
         content = await in_thread_if_large(partial(b64decode, validate=True), data)
-    except (binascii.Error, ValueError) as error:
+    except ValueError as error:
         raise ApiError.bad_field(param, f"not valid base64: {error}") from error
     if not content:
         raise ApiError.bad_field(param, "it is empty")

@@ -202,7 +202,7 @@ def test_bytes_of_tokens_join_to_the_characters_of_the_text(server: LiveServer, 
         model="chat", messages=HELLO, logprobs=True, top_logprobs=3, max_tokens=90,
         temperature=2.0, seed=3, extra_body={"ignore_eos": True},
     )  # fmt: skip
-    tokenizer: Any = server.pipelines.find("chat").tokenizer("writer")
+    tokenizer: Any = server.pipelines.find("chat").tokenizers["writer"]
     (choice,) = answer.choices
     specials = {str(each) for each in tokenizer.added_tokens_decoder.values()}
     found = [each for each in choice.logprobs.content if each.token not in specials]
@@ -374,7 +374,7 @@ def test_completions_equal_those_of_omni_in_python(server: LiveServer, client: A
 def test_an_echo_is_the_prompt_before_each_completion(server: LiveServer, client: Any, prompt: Any):
     asked = {"model": "chat", "prompt": prompt, "n": 2, "temperature": 1.0, "seed": 3}
     plain = client.completions.create(**asked)
-    tokenizer: Any = server.pipelines.find("chat").tokenizer("writer")
+    tokenizer: Any = server.pipelines.find("chat").tokenizers["writer"]
     texts = [each if isinstance(each, str) else tokenizer.decode(each) for each in prompt]
     expected = [texts[choice.index // 2] + choice.text for choice in plain.choices]
     whole = client.completions.create(**asked, echo=True)
@@ -428,7 +428,7 @@ def test_offsets_are_positions_in_the_text_without_special_tokens(
             texts[choice.index] += choice.text
             each = choice.logprobs
             found[choice.index] += zip(each.tokens, each.text_offset, strict=True)
-    tokenizer: Any = server.pipelines.find("chat").tokenizer("writer")
+    tokenizer: Any = server.pipelines.find("chat").tokenizers["writer"]
     specials = {str(each) for each in tokenizer.added_tokens_decoder.values()}
     assert {token for each in found for token, _ in each} & specials
     for text, tokens in zip(texts, found, strict=True):

@@ -119,9 +119,9 @@ def test_a_custom_kind_of_stage_may_have_a_tokenizer(
     pipeline = ServedPipeline(config, ServerLimits(), Meters(()))
     try:
         pipeline.load()
-        tokenizer = pipeline.tokenizer("reported")
+        tokenizer = pipeline.tokenizers["reported"]
         assert tokenizer is not None and tokenizer.decode(tokenizer.encode("Once")) == "Once"
-        assert pipeline.tokenizer("plain") is None
+        assert pipeline.tokenizers["plain"] is None
     finally:
         pipeline.close()
 

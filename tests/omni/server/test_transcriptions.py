@@ -177,7 +177,7 @@ def test_words_are_the_same_however_their_text_is_split(
 def test_the_detected_language_is_returned(hearing: LiveServer, client: Any):
     answer = client.audio.transcriptions.create(**asked(response_format="verbose_json"))
     expected = expected_of(hearing, AudioPrompt(sound(seconds=1.0), timestamps=True))
-    tokenizer: Any = hearing.pipelines.find(NAME).tokenizer("transcriber")
+    tokenizer: Any = hearing.pipelines.find(NAME).tokenizers["transcriber"]
     assert answer.language in ("de", "en", "zh"), "the languages of the checkpoint"
     token = tokenizer.convert_tokens_to_ids(f"<|{answer.language}|>")
     assert expected.prompt_token_ids[1] == token
