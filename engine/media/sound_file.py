@@ -39,8 +39,7 @@ from engine.media.media_source import MediaSource
 class SoundStream(SoundFile):
     """A sound file that is read sequentially.
 
-    soundfile seeks to the current position after every read. That fails at the end of files of
-    unknown length, and is inexact in MP3.
+    soundfile seeks after every read, which fails for unknown lengths and is inexact in MP3.
     """
 
     def seekable(self) -> bool:
@@ -57,18 +56,11 @@ _MAX_CHUNKS = 1000
 _FMT_CHUNK = struct.Struct("<HHIIHH")
 
 
-class WavHeaderError(ValueError):
-    """The reason why a file is not a WAV file, without the file's name."""
-
-
 @dataclass(frozen=True, slots=True)
 class WavHeader:
-    """Location of the samples in a WAV file.
+    """Location of the samples: offset of the first, and bytes of one of all channels.
 
-    Attributes:
-        begin: offset of the first sample.
-        num_bytes: bytes of all samples; None for a file written as a stream, which cannot know.
-        frame_bytes: bytes of one sample of all channels.
+    ``num_bytes`` of all samples is None for a file written as a stream, which cannot know.
     """
 
     begin: int
@@ -78,39 +70,32 @@ class WavHeader:
 
 
 def read_wav_header(file: BinaryIO) -> WavHeader:
-    """Find the samples of a file that begins with ``RIFF``, positioned at its beginning."""
+    """Find the samples of a file that begins with ``RIFF``; ``ValueError`` if there are none."""
     head = file.read(12)
     if len(head) < 12 or head[8:] != b"WAVE":
-        raise WavHeaderError("it does not begin as one")
+        raise ValueError("it does not begin as one")
     frame: tuple[int, int] | None = None
     for name, size in _chunks(file):
         if name == b"fmt ":
             chunk = file.read(min(size, _FMT_CHUNK.size))
             if len(chunk) < _FMT_CHUNK.size:
-                raise WavHeaderError("its format ends too early")
+                raise ValueError("its format ends too early")
             # libsndfile interprets the format of the samples.
             _, channels, rate, _, align, bits = _FMT_CHUNK.unpack(chunk)
             if not channels or not align:
                 where = f"{channels} channels of {bits} bits in {align} bytes"
-                raise WavHeaderError(f"it states {where}")
+                raise ValueError(f"it states {where}")
             frame = int(align), int(rate)
         elif name == b"data":
             if frame is None:
-                raise WavHeaderError("its samples come before their format")
-            begin = file.tell()
-            known = _is_known(size, int.from_bytes(head[4:8], "little"), begin)
-            return WavHeader(begin, size if known else None, *frame)
-    raise WavHeaderError("it ends before its samples")
-
-
-def _is_known(size: int, riff_size: int, begin: int) -> bool:
-    """Return True if the stated size of the samples, which start at ``begin``, is their real size.
-
-    A writer that cannot seek back leaves a huge number or 0. But an empty file also states 0, and
-    other chunks may follow there: then the size of the whole file includes them.
-    """
-    counts_more = begin < 8 + riff_size and riff_size < _STREAM_BYTES
-    return size < _STREAM_BYTES and (size > 0 or counts_more)
+                raise ValueError("its samples come before their format")
+            begin, riff_size = file.tell(), int.from_bytes(head[4:8], "little")
+            # A writer that cannot seek back leaves a huge number or 0. But an empty file also has
+            # 0, and other chunks may follow there: then the size of the whole file includes them.
+            counts_more = begin < 8 + riff_size and riff_size < _STREAM_BYTES
+            is_known = size < _STREAM_BYTES and (size > 0 or counts_more)
+            return WavHeader(begin, size if is_known else None, *frame)
+    raise ValueError("it ends before its samples")
 
 
 def _chunks(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
@@ -124,7 +109,7 @@ def _chunks(file: BinaryIO) -> Iterator[tuple[bytes, int]]:
         size = int.from_bytes(head[4:], "little")
         yield head[:4], size
         begin += 8 + size + size % 2
-    raise WavHeaderError(f"none of its first {_MAX_CHUNKS} chunks holds samples")
+    raise ValueError(f"none of its first {_MAX_CHUNKS} chunks holds samples")
 
 
 class Resampler:
@@ -197,11 +182,7 @@ _MIN_MP3_SHARE = 0.95
 
 @dataclass(frozen=True, slots=True)
 class LongestSound:
-    """Maximum length of a sound.
-
-    Attributes:
-        setting: the setting that a user can raise; None if the limit is the model's window.
-    """
+    """Maximum length of a sound; ``setting`` is None if the limit is the model's window."""
 
     seconds: float
     setting: str | None = None
@@ -210,9 +191,7 @@ class LongestSound:
 def read_sound(
     source: MediaSource, *, longest: LongestSound, rate: int | None = None
 ) -> tuple[NDArray[np.float32], int]:
-    """Read a sound; channels are averaged.
-
-    It is resampled while it is decoded: at most a block is held at the file's own rate.
+    """Read a sound; channels are averaged. It is resampled while it is decoded, by blocks.
 
     Its rate, channels and length are checked before decoding, and decoding stops at the limit if a
     file is longer than it states.
@@ -289,31 +268,20 @@ def check_duration(seconds: float, longest: LongestSound, name: str) -> None:
 
 def _read_header(file: BinaryIO, name: str) -> WavHeader | None:
     """Read the header of a WAV file; None for other kinds."""
-    kind = _detect_kind(file.read(12))
+    head = file.read(12)
     file.seek(0)
-    if kind is None:
+    # A tag, or the eleven set bits that begin every frame of MP3; libsndfile would try more kinds.
+    is_mp3 = head[:3] == b"ID3" or (len(head) > 1 and head[0] == 0xFF and head[1] >= 0xE0)
+    if head[:4] not in (b"RIFF", b"fLaC", b"OggS") and not is_mp3:
         raise ValueError(f"{name} cannot be read: it is none of {_FORMATS}; convert it")
-    if kind != "WAV":
+    if head[:4] != b"RIFF":
         return None
     try:
         return read_wav_header(file)
-    except WavHeaderError as error:
+    except ValueError as error:
         raise ValueError(f"{name} is no WAV file that can be read: {error}; convert it") from error
     finally:
         file.seek(0)
-
-
-def _detect_kind(head: bytes) -> str | None:
-    """Detect the kind of a file by its first bytes; libsndfile would try many more."""
-    if head[:4] == b"RIFF":
-        return "WAV"
-    if head[:4] == b"fLaC":
-        return "FLAC"
-    if head[:4] == b"OggS":
-        return "OGG"
-    # A tag, or the eleven set bits that begin every frame.
-    is_mp3 = head[:3] == b"ID3" or (len(head) > 1 and head[0] == 0xFF and head[1] >= 0xE0)
-    return "MP3" if is_mp3 else None
 
 
 def _with_stated_size(
@@ -417,9 +385,6 @@ class SpectrogramExtractor(Protocol):
 def load_extractor(path: Path, *, trust_remote_code: bool = False) -> SpectrogramExtractor:
     """Load the feature extractor of a checkpoint folder.
 
-    Args:
-        trust_remote_code: True if its own Python code may run; the user is not prompted.
-
     Raises:
         ValueError: there is none, it makes no spectrograms of windows, cannot be created, or needs
             untrusted code.
@@ -483,35 +448,24 @@ class SampleReader:
                 unreadable, or of an unsupported sampling rate.
         """
         if isinstance(audio, str | Path | bytes):
-            samples = self._read_file(audio, sampling_rate)
+            source = MediaSource(audio, "audio", self.limits.max_file_bytes)
+            samples, file_rate = read_sound(source, longest=self.longest, rate=self.rate)
+            if sampling_rate not in (None, file_rate):
+                raise ValueError(
+                    f"{source.name} has {file_rate} samples per second, but the prompt says "
+                    f"sampling_rate={sampling_rate}; leave it out for files"
+                )
         else:
-            samples = self._resample(audio, sampling_rate)
+            check_argument("sampling_rate", sampling_rate, Real | None, "a number or None")
+            rate = self.rate if sampling_rate is None else sampling_rate
+            check_rate(rate, "the audio")
+            given = _check_samples(audio)
+            check_duration(len(given) / rate, self.longest, "the audio")
+            resampler = Resampler(rate, self.rate)
+            resampler.feed(given)
+            samples = resampler.finish("the audio")
         # The resampler rounds up: a whole window must not grow.
         return samples[: self.max_samples]
-
-    def _read_file(
-        self, file: str | Path | bytes, sampling_rate: int | None
-    ) -> NDArray[np.float32]:
-        source = MediaSource(file, "audio", self.limits.max_file_bytes)
-        samples, rate = read_sound(source, longest=self.longest, rate=self.rate)
-        if sampling_rate not in (None, rate):
-            raise ValueError(
-                f"{source.name} has {rate} samples per second, but the prompt says "
-                f"sampling_rate={sampling_rate}; leave it out for files"
-            )
-        return samples
-
-    def _resample(
-        self, audio: Tensor | NDArray[Any], sampling_rate: int | None
-    ) -> NDArray[np.float32]:
-        check_argument("sampling_rate", sampling_rate, Real | None, "a number or None")
-        rate = self.rate if sampling_rate is None else sampling_rate
-        check_rate(rate, "the audio")
-        samples = _check_samples(audio)
-        check_duration(len(samples) / rate, self.longest, "the audio")
-        resampler = Resampler(rate, self.rate)
-        resampler.feed(samples)
-        return resampler.finish("the audio")
 
 
 def _check_samples(audio: Tensor | NDArray[Any]) -> NDArray[np.float32]:

