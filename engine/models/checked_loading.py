@@ -3,20 +3,14 @@
 An untrusted config may require more than its files contain, or be inconsistent. The headers of the
 files show this before any memory is allocated.
 
-Published checkpoints may also contain tensors that a model computes from its config.
-
-Older versions stored buffers that newer ones compute: frequencies of rotary embeddings, position
-ids, filters. There is no hard-coded list of them. A stored name that matches no weight is looked
-up among the non-persistent buffers of transformers' own class for the architecture::
+Published checkpoints may also contain buffers that transformers computes now: frequencies of rotary
+embeddings, position ids, filters. A stored name that matches no weight is looked up among the
+non-persistent buffers of transformers' own class for the architecture, and not used::
 
     stored    vision_tower.vision_model.embeddings.position_ids
     class     model.vision_tower.embeddings.position_ids
 
-    stored    model.layers.0.self_attn.rotary_emb.inv_freq
-    class     model.rotary_emb.inv_freq
-
-Modules have moved between versions, so only the last two parts of a name are compared. The stored
-values are not used, as in transformers.
+Modules have moved between versions, so only the last two parts of a name are compared.
 """
 
 from __future__ import annotations

@@ -59,11 +59,11 @@ class EncoderModule(nn.Module):
 
 
 class TextEncoder(EncoderModule):
-    """Bidirectional encoder of token ids to hidden states.
+    """Bidirectional encoder of token ids to hidden states, which shares the decoder's embedding.
 
     Args:
-        make: creates the encoder from ``config``; its embedding is replaced.
-        embedding: ``(vocab_size, width)`` matrix shared with the decoder.
+        make: creates the encoder from ``config``.
+        embedding: ``(vocab_size, width)``.
     """
 
     def __init__(
@@ -112,12 +112,7 @@ class TextEncoder(EncoderModule):
 
 
 class QuantizedLinear(Linear):
-    """A linear layer of a module of transformers, quantized while it is loaded.
-
-    Args:
-        name: of the layer in its module.
-        plain: the layer that it replaces.
-    """
+    """A linear layer, named ``name``, that replaces a plain one of transformers' module."""
 
     def __init__(
         self, name: str, plain: nn.Linear, settings: ModelSettings, scheme: QuantizationScheme
@@ -138,16 +133,6 @@ def module_targets(module: nn.Module, prefix: str) -> Iterator[tuple[str, Target
     for layer in module.modules():
         if isinstance(layer, QuantizedLinear):
             yield from layer.targets(prefix)
-
-
-def _quantize_layers(module: nn.Module, settings: ModelSettings) -> None:
-    """Replace the linear layers of a module that is not loaded yet."""
-    if settings.encoder_quantization is None:
-        return
-    scheme = SCHEMES[settings.encoder_quantization]
-    for name, layer in list(module.named_modules()):
-        if type(layer) is nn.Linear:  # subclasses are read in ways of their own
-            module.set_submodule(name, QuantizedLinear(name, layer, settings, scheme))
 
 
 def quantize_loaded(module: nn.Module, scheme: QuantizationScheme, ops: LayerOps) -> None:
@@ -192,9 +177,13 @@ def place(module: ModelT, settings: ModelSettings) -> ModelT:
             # transformers' own flag: the next line skips tensors that have it.
             stored._is_hf_initialized = True
         module.initialize_weights()
-    # After initialize_weights, which writes to some layers by name. Until something is written to
-    # them, the replaced weights take no memory on a CPU.
-    _quantize_layers(module, settings)
+    if settings.encoder_quantization is not None:
+        # After initialize_weights, which writes to some layers by name. Until something is written
+        # to them, the replaced weights take no memory on a CPU.
+        scheme = SCHEMES[settings.encoder_quantization]
+        for name, layer in list(module.named_modules()):
+            if type(layer) is nn.Linear:  # subclasses are read in ways of their own
+                module.set_submodule(name, QuantizedLinear(name, layer, settings, scheme))
     module.requires_grad_(False).eval()
     return module
 

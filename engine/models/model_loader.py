@@ -61,11 +61,7 @@ def is_supported(architecture: str) -> bool:
 
 
 def find_family(checkpoint: Checkpoint) -> ModelFamily:
-    """Return the family of a checkpoint whose model generates tokens.
-
-    Raises:
-        ValueError: the architecture is not supported.
-    """
+    """Return a checkpoint's family; ``ValueError`` unless its model is known to generate tokens."""
     family = FAMILIES.find(checkpoint.architecture)
     if family is None or family.build is None:
         raise ValueError(
@@ -78,10 +74,7 @@ def find_family(checkpoint: Checkpoint) -> ModelFamily:
 def load_tokenizer_of(
     checkpoint: Checkpoint, *, trust_remote_code: bool
 ) -> PreTrainedTokenizerBase | None:
-    """Load a checkpoint's tokenizer, with its family's chat template if the folder has none.
-
-    See :func:`~engine.text.tokenizer.load_tokenizer`.
-    """
+    """Load a checkpoint's tokenizer, with its family's chat template if the folder has none."""
     path, config = checkpoint.path, checkpoint.whole_config
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code, config=config)
     if tokenizer is None or tokenizer.chat_template is not None:

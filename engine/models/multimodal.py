@@ -161,8 +161,7 @@ class MultiModalModel(CausalModel, ItemSide):
 def unique_prefix(stored: Collection[str], suffix: str) -> str:
     """Return the prefix of the one stored name that ends with ``suffix``; empty if none is stored.
 
-    Raises:
-        ValueError: names are stored, but not exactly one ends with ``suffix``.
+    Raises ``ValueError`` if names are stored, but not exactly one ends with ``suffix``.
     """
     prefixes = [name.removesuffix(suffix) for name in stored if name.endswith(suffix)]
     if stored and len(prefixes) != 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -321,10 +321,9 @@ _TABLE = (
 
 
 class FamilyRegistry:
-    """Finds the family of an architecture.
+    """Finds the family of an architecture, in the table, among added ones, and by entry points.
 
-    Families come from the table, from :meth:`register`, and from entry points. The latter are
-    loaded when an unknown architecture is first requested.
+    Entry points are loaded when an unknown architecture is first requested.
     """
 
     def __init__(self, rows: Iterable[FamilyRow]) -> None:
@@ -382,7 +381,17 @@ class FamilyRegistry:
                     f"architecture {name!r} of model family {family.name!r} belongs to the family "
                     f"{owner.name!r} already; give it another name"
                 )
-        _register_config(family)
+        made = family.config_class
+        if made is not None:
+            from transformers import CONFIG_MAPPING, AutoConfig
+
+            if made.model_type not in CONFIG_MAPPING:
+                AutoConfig.register(made.model_type, made)
+            elif (known := CONFIG_MAPPING[made.model_type]) is not made:
+                raise ValueError(
+                    f"model_type {made.model_type!r} of model family {family.name!r} belongs to "
+                    f"{known.__module__}.{known.__name__} already; give it another name"
+                )
         self._added |= dict.fromkeys(family.architectures, family)
 
     def find(self, architecture: str) -> ModelFamily | None:
@@ -433,30 +442,13 @@ class FamilyRegistry:
                 self.register(entry.load())
             # This imports another package's code, which may raise any exception.
             except Exception as error:
-                reason = f"{_origin(entry)} brings no model family: {error}"
+                made_by = "an unknown distribution"
+                if entry.dist is not None:
+                    made_by = f"distribution {entry.dist.name}"
+                place = f"entry point {entry.name} = {entry.value} of {made_by}"
+                reason = f"{place} brings no model family: {error}"
                 logger.warning("%s", reason)
                 self._failures.append(reason)
-
-
-def _origin(entry: EntryPoint) -> str:
-    package = "an unknown distribution" if entry.dist is None else f"distribution {entry.dist.name}"
-    return f"entry point {entry.name} = {entry.value} of {package}"
-
-
-def _register_config(family: ModelFamily) -> None:
-    """Register a family's ``model_type`` with transformers."""
-    made = family.config_class
-    if made is None:
-        return
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    if made.model_type not in CONFIG_MAPPING:
-        AutoConfig.register(made.model_type, made)
-    elif (known := CONFIG_MAPPING[made.model_type]) is not made:
-        raise ValueError(
-            f"model_type {made.model_type!r} of model family {family.name!r} belongs to "
-            f"{known.__module__}.{known.__name__} already; give it another name"
-        )
 
 
 FAMILIES = FamilyRegistry(_TABLE)

@@ -86,26 +86,8 @@ class DepthDecoder(CodePredictor):
         return logits
 
 
-class ReferenceTower(MimiEncoder, FeatureTaker):
-    """Encodes reference recordings: samples to frames of codes."""
-
-    feature_names = ("input_values",)
-
-    def __init__(self, config: Any, num_codebooks: int, settings: ModelSettings) -> None:
-        super().__init__(config, num_codebooks, settings)
-        self.sampling_rate = int(config.sampling_rate)
-
-    def num_rows(self, features: Mapping[str, Tensor]) -> int:
-        """See :meth:`FeatureTaker.num_rows`."""
-        return self.num_frames(len(features["input_values"]))
-
-
 class CsmBackbone(DecoderModel, ItemSide):
-    """A decoder over text and frames of audio; see the module docstring.
-
-    Raises:
-        ValueError: something in the config is not supported.
-    """
+    """A decoder over text and frames of audio; see the module docstring and :data:`Builder`."""
 
     def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
         config: Any = checkpoint.config
@@ -131,7 +113,7 @@ class CsmBackbone(DecoderModel, ItemSide):
         self.code_embedding = tables[0]
         num_sounds = config.codec_config.codebook_size
         self.depth_decoder = DepthDecoder(depth, tables[-1], num_sounds, settings)
-        self.tower = ReferenceTower(config.codec_config, self.num_codebooks, settings)
+        self.tower = MimiEncoder(config.codec_config, self.num_codebooks, settings)
         self.towers: dict[Modality, FeatureTaker] = {"audio": self.tower}
         self.placeholders = {"audio": int(config.audio_token_id)}
         self.code_sampling = _depth_sampling(checkpoint)

@@ -28,6 +28,7 @@ from transformers.models.mimi.modeling_mimi import MimiConv1d, MimiConvTranspose
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
+from engine.inputs.multimodal_inputs import FeatureTaker
 from engine.models.base import ModelSettings
 from engine.models.causal_vocoder import CausalVocoder
 from engine.models.encoder_module import ModelT, build_empty, load_network
@@ -73,24 +74,21 @@ class MimiCodec(CausalVocoder):
         return decoder.decoder_seanet(hidden.transpose(1, 2))
 
 
-class MimiEncoder(nn.Module):
-    """The encoding half of a codec, in float32, its weights not yet loaded.
+class MimiEncoder(nn.Module, FeatureTaker):
+    """The encoding half of a codec, in float32, its weights not yet loaded: a tower for recordings.
 
     Args:
-        config: the codec's.
+        config: the codec's; ``ValueError`` if it is not supported.
         num_codebooks: number of codebooks used, from the first.
-
-    Attributes:
-        samples_per_frame: audio samples per frame of codes.
-
-    Raises:
-        ValueError: the config is not supported.
     """
+
+    feature_names = ("input_values",)
 
     def __init__(self, config: Any, num_codebooks: int, settings: ModelSettings) -> None:
         super().__init__()
         _check(config, num_codebooks)
         self.num_codebooks = num_codebooks
+        self.sampling_rate = int(config.sampling_rate)
         self.samples_per_frame = samples_per_frame(config)
         # In a shorter type, other codes of similar distance might be selected.
         settings = replace(settings, dtype=torch.float32, encoder_quantization=None)
@@ -100,9 +98,9 @@ class MimiEncoder(nn.Module):
         """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
         return _targets(self.module, prefix)
 
-    def num_frames(self, num_samples: int) -> int:
-        """Return the number of frames for a number of samples; the last is padded with silence."""
-        return -(-num_samples // self.samples_per_frame)
+    def num_rows(self, features: Mapping[str, Tensor]) -> int:
+        """See :meth:`FeatureTaker.num_rows`; the last frame is padded with silence."""
+        return -(-len(features["input_values"]) // self.samples_per_frame)
 
     @torch.no_grad()
     def forward(self, samples: Tensor) -> Tensor:

@@ -190,11 +190,7 @@ def layer_kinds(
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention of one layer, over all tokens or a window of them.
-
-    Raises:
-        ValueError: the layer's window is smaller than a block.
-    """
+    """Causal self-attention over all tokens or a window, which must not be smaller than a block."""
 
     def __init__(self, index: int, config: DecoderConfig, settings: ModelSettings) -> None:
         super().__init__()
@@ -522,10 +518,7 @@ def build_decoder(
     *,
     has_head: bool = True,
 ) -> DecoderModel:
-    """Build a decoder, its weights not yet loaded.
-
-    Args:
-        has_head: False for a headless checkpoint.
+    """Build a decoder, its weights not yet loaded; without a head for a headless checkpoint.
 
     Raises:
         ValueError: something in the config is not supported, or a window is smaller than a block.

@@ -62,18 +62,17 @@ def build_bamba(checkpoint: Checkpoint, settings: ModelSettings) -> DecoderModel
     return DecoderModel(decoder, rotaries, settings, has_head=has_head(checkpoint), layers=layers)
 
 
-def build_qwen3_next(checkpoint: Checkpoint, settings: ModelSettings) -> DecoderModel:
-    """Build a Qwen3-Next, its weights not yet loaded; see :data:`Builder`."""
-    rotary = build_rotary(checkpoint.config, settings)
-    decoder = delta_config(checkpoint.config)
-    return build_delta(checkpoint.config, settings, decoder, rotary, has_head=has_head(checkpoint))
-
-
-def build_qwen3_5(checkpoint: Checkpoint, settings: ModelSettings) -> DecoderModel:
-    """Build a text-only Qwen3.5, its weights not yet loaded; see :data:`Builder`."""
-    config, head = checkpoint.config, has_head(checkpoint)
+def build_qwen3_next(
+    checkpoint: Checkpoint, settings: ModelSettings, *, interleaved: bool = True
+) -> DecoderModel:
+    """Build a Qwen3-Next, or without ``interleaved`` a text-only Qwen3.5; see :data:`Builder`."""
+    config = checkpoint.config
     rotary, decoder = build_rotary(config, settings), delta_config(config)
-    return build_delta(config, settings, decoder, rotary, has_head=head, interleaved=False)
+    head = has_head(checkpoint)
+    return build_delta(config, settings, decoder, rotary, has_head=head, interleaved=interleaved)
+
+
+build_qwen3_5 = partial(build_qwen3_next, interleaved=False)
 
 
 def delta_config(config: PreTrainedConfig, **declared: Any) -> DecoderConfig:
@@ -94,13 +93,9 @@ def build_delta(
     rotary: RotaryEmbedding,
     *,
     has_head: bool,
-    interleaved: bool = True,
+    interleaved: bool,
 ) -> DecoderModel:
-    """Build a decoder with gated delta rules, its weights not yet loaded.
-
-    Args:
-        interleaved: see :class:`~engine.layers.DeltaRuleMixer`.
-    """
+    """Build a decoder with :class:`~engine.layers.DeltaRuleMixer`, its weights not yet loaded."""
     make_mixer = partial(DeltaRuleMixer, interleaved=interleaved)
     layers = _build_layers(config, settings, decoder, "linear_attn", make_mixer)
     return DecoderModel(decoder, [rotary], settings, has_head=has_head, layers=layers)

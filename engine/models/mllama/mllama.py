@@ -179,10 +179,6 @@ class ImageEncoder(EncoderModule):
             raise ValueError(f"{_RATIO} must be 1 to {self.num_ratios}, got {ratio}")
         self.check_num_tokens(entry, self.max_len)
 
-    def num_image_rows(self, entry: EncoderInput) -> int:
-        """Return the number of rows of the tiles that are not padding."""
-        return int(entry.features[_TILES].sum()) * self.rows_per_tile
-
     def forward(self, inputs: Sequence[EncoderInput]) -> Tensor:
         """See :meth:`EncoderModule.forward`."""
         features = {name: self.stacked_feature(inputs, name) for name in self.shapes}
@@ -241,13 +237,14 @@ class MllamaModel(EncoderDecoderModel, DecoderModel):
             return EncoderView(self.max_position_embeddings, 0, 0)
         self.encoder.check_input(entry)
         start = list(decoder_ids).index(self.image_token_id)
-        return EncoderView(start, entry.num_tokens, self.encoder.num_image_rows(entry))
+        rows = int(entry.features[_TILES].sum()) * self.encoder.rows_per_tile
+        return EncoderView(start, entry.num_tokens, rows)
 
 
 class MllamaPromptRule(DecoderPromptRule):
     """Unchanged decoder prompts: derived from a text model, Mllama has no start token.
 
-    The image is seen from its token on. An image without text has the prompt ``<|image|> <BOS>``.
+    An image without text has the prompt ``<|image|> <BOS>``.
     """
 
     _names_of_start = ("bos_token_id",)

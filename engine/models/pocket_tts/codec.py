@@ -40,11 +40,7 @@ def latents_of(bits: Tensor) -> Tensor:
 
 
 class PocketCodec(CausalVocoder):
-    """The decoding half of a codec; see :class:`CausalVocoder`.
-
-    Raises:
-        ValueError: the config is not supported, or the weights do not match it.
-    """
+    """The decoding half of a codec; see :class:`CausalVocoder`, for errors :func:`load_half`."""
 
     num_codes = 2**32
 

@@ -86,11 +86,7 @@ class VoiceTower(FeatureTaker):
 
 
 class PocketTTS(DecoderModel, ItemSide):
-    """A decoder over text and latents; see the module docstring.
-
-    Raises:
-        ValueError: something in the config is not supported.
-    """
+    """A decoder over text and latents; see the module docstring and :data:`Builder`."""
 
     def __init__(self, checkpoint: Checkpoint, settings: ModelSettings) -> None:
         config: Any = checkpoint.config

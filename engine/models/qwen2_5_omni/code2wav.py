@@ -47,8 +47,9 @@ class NativeSnake(nn.Module):
         super().__init__()
         self._kernels = kernels
         snake = original.act
-        self.up = nn.Buffer(_taps(original.upsample.filter), persistent=False)
-        self.down = nn.Buffer(_taps(original.downsample.filter), persistent=False)
+        filters = (original.upsample.filter, original.downsample.filter)
+        up, down = (each.detach().flatten().contiguous() for each in filters)
+        self.up, self.down = nn.Buffer(up, persistent=False), nn.Buffer(down, persistent=False)
         with torch.no_grad():
             # Parameters, because they replace the checkpoint's and count as its weights.
             self.rates = nn.Parameter(snake.alpha.exp(), requires_grad=False)
@@ -86,10 +87,6 @@ def _fits(snake: Qwen2_5OmniAntiAliasedActivation1d) -> bool:
         and {snake.act.alpha.dtype, up.filter.dtype} == {torch.float32}
         and snake.act.alpha.device.type == "cpu"
     )
-
-
-def _taps(filters: Tensor) -> Tensor:
-    return filters.detach().flatten().contiguous()
 
 
 NEIGHBOUR_ATTENTION = "omni_neighbour_blocks"
@@ -218,8 +215,14 @@ class Code2Wav(GeneratorModel):
         super().__init__()
         dit: Any = checkpoint.config.dit_config
         bigvgan: Any = checkpoint.config.bigvgan_config
+        rates, sizes = tuple(bigvgan.upsample_rates), tuple(bigvgan.upsample_kernel_sizes)
         with config_errors(checkpoint):
-            _check_lengths(bigvgan.upsample_rates, bigvgan.upsample_kernel_sizes)
+            # Each upsampling must multiply the length exactly by its rate, to align codes.
+            if any((size - rate) % 2 for rate, size in zip(rates, sizes, strict=True)):
+                raise ValueError(
+                    f"bigvgan_config: upsample_kernel_sizes {sizes} and upsample_rates {rates} "
+                    "must differ by even numbers"
+                )
         self.device = device
         self.num_codes = dit.num_embeds + 1
         self.max_codes = dit.max_position_embeddings // dit.repeats
@@ -365,9 +368,7 @@ class _NeighbourDiT(Qwen2_5OmniToken2WavDiTModel):
 class _PassCache(nn.Module):
     """Caches a module that transformers runs again, on equal tensors, in every evaluation.
 
-    Args:
-        module: must depend on nothing that changes within a pass, except on the options that are
-            passed by name.
+    Within a pass, its output must depend only on the options that are passed by name.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -388,11 +389,7 @@ class _PassCache(nn.Module):
 
 
 class _Voices(nn.Module):
-    """Caching replacement of the voice encoder, which transformers runs again in every pass.
-
-    Args:
-        encoder: ``(B, T, mel_dim)`` to ``(B, enc_dim)``.
-    """
+    """Caching replacement of the voice encoder, ``(B, T, mel_dim)`` to ``(B, enc_dim)``."""
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
@@ -441,12 +438,3 @@ def flow_times(params: GenerationParams, device: torch.device) -> Tensor:
     if params.sway_coefficient is None:
         return times
     return times + params.sway_coefficient * (torch.cos(torch.pi / 2 * times) - 1 + times)
-
-
-def _check_lengths(rates: Sequence[int], kernel_sizes: Sequence[int]) -> None:
-    """Require that each upsampling multiplies the length exactly by its rate, to align codes."""
-    if any((size - rate) % 2 for rate, size in zip(rates, kernel_sizes, strict=True)):
-        raise ValueError(
-            f"bigvgan_config: upsample_kernel_sizes {tuple(kernel_sizes)} and upsample_rates "
-            f"{tuple(rates)} must differ by even numbers"
-        )

@@ -47,10 +47,8 @@ _NUM_FOLLOWING = 2
 class SpeechPromptProcessor(PromptProcessor):
     """Lays out speech prompts.
 
-    It loads the voices, and from the thinker's weights one row per voice and two more.
-
-    Raises:
-        ValueError: the checkpoint lacks voices or these rows.
+    It loads the voices, and from the thinker's weights one row per voice and two more; raises
+    ``ValueError`` if the checkpoint lacks them.
     """
 
     takes_chunks = True
@@ -250,7 +248,13 @@ def load_speakers(path: Path) -> dict[str, Speaker]:
     if not file.is_file():
         raise ValueError(f"{file} is missing: the checkpoint brings no voices, so it cannot speak")
     try:
-        _check_archive(file)
+        size = file.stat().st_size
+        if size > _MAX_BYTES:
+            raise ValueError(f"it has {size} bytes; voices have at most {_MAX_BYTES}")
+        with zipfile.ZipFile(file) as archive:
+            # ``torch.save`` never compresses.
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise ValueError("it is compressed")
         # Mapped, so that no tensor can lie outside the file, whatever its metadata claims.
         content = torch.load(str(file), map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
@@ -259,16 +263,6 @@ def load_speakers(path: Path) -> dict[str, Speaker]:
     if not isinstance(content, Mapping) or not content:
         raise ValueError(f"{file} must map names to speakers, it holds a {type(content).__name__}")
     return {name: _speaker(file, name, entry) for name, entry in content.items()}
-
-
-def _check_archive(file: Path) -> None:
-    """Reject large or compressed archives; ``torch.save`` never compresses."""
-    size = file.stat().st_size
-    if size > _MAX_BYTES:
-        raise ValueError(f"it has {size} bytes; voices have at most {_MAX_BYTES}")
-    with zipfile.ZipFile(file) as archive:
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            raise ValueError("it is compressed")
 
 
 def _speaker(file: Path, name: object, entry: Any) -> Speaker:

@@ -24,12 +24,9 @@ from engine.models.decoders.families import qwen2_config
 
 
 class Qwen2_5OmniTalker(DecoderModel):
-    """A decoder that projects its inputs; see the module docstring.
+    """A decoder that projects its inputs; see the module docstring and :data:`Builder`.
 
     Source: "Qwen2.5-Omni Technical Report", 2025, section 2.3.
-
-    Raises:
-        ValueError: something in the config is not supported.
 
     Attributes:
         embedding_size: width of embeddings, and of the thinker's rows added to them.

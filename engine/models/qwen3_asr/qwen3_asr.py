@@ -62,11 +62,7 @@ class ProjectedAudioTower(Qwen3AudioTower):
 def known_language(language: str, names: Mapping[str, str]) -> tuple[str, str]:
     """Return code and name of a language given by either, case-insensitively.
 
-    Args:
-        names: names of the supported languages, by code.
-
-    Raises:
-        ValueError: the model does not support the language.
+    ``names`` are those of the supported languages, by code; ``ValueError`` for another language.
     """
     for code, name in names.items():
         if language.lower() in (code.lower(), name.lower()):
@@ -84,10 +80,7 @@ class TranscriptionPrompts(MultiModalPromptProcessor):
         Args:
             chat: contains only the audio.
             language: spoken language, as code or English name; None: detected by the model.
-            names: names with the desired spelling; None: none.
-
-        Raises:
-            ValueError: the model does not support the request.
+            names: names with the desired spelling; ``ValueError`` if the model takes none.
         """
         if names is not None:
             system = {"role": "system", "content": [{"type": "text", "text": names}]}

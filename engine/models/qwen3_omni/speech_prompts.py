@@ -57,8 +57,7 @@ def speakers_of(path: Path) -> tuple[str, ...]:
 class Qwen3SpeechPrompts(SpeechPromptProcessor):
     """Lays out speech prompts; loads three rows of the thinker's weights.
 
-    Raises:
-        ValueError: the checkpoint lacks voices or these rows.
+    Raises ``ValueError`` if the checkpoint lacks voices or these rows.
     """
 
     def __init__(self, sources: PromptSources) -> None:

@@ -77,11 +77,7 @@ class _Predictor(CodePredictor):
 
 
 class Qwen3OmniTalker(DecoderModel):
-    """A decoder over embeddings of codes and thinker rows; see the module docstring.
-
-    Raises:
-        ValueError: something in the config is not supported.
-    """
+    """A decoder over embeddings of codes and thinker rows; see the module docstring."""
 
     head_name = "codec_head"
     num_position_axes = MultiAxisRotaryEmbedding.num_axes

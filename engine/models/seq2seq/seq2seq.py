@@ -24,7 +24,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from engine.attention.layer import Attention, AttentionStep
 from engine.checkpoints.quantized_weight import Target
-from engine.layers import GatedMLP, Linear, PlainMLP, RMSNorm, empty_parameter
+from engine.layers import GatedMLP, LayerNorm, Linear, PlainMLP, RMSNorm, empty_parameter
 from engine.models.base import ModelSettings
 from engine.models.encoder_module import EncoderDecoderModel, EncoderModule
 from prefix_cache import AttentionSpec, CrossAttentionSpec, FullAttentionSpec
@@ -32,7 +32,7 @@ from prefix_cache import AttentionSpec, CrossAttentionSpec, FullAttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class Seq2SeqNames:
-    """Names of the decoder's weights in a family's checkpoints.
+    """Names of the decoder's weights in a family's checkpoints; None for weights it lacks.
 
     Attributes:
         embeddings: possible names of the token embedding, the usual one first.
@@ -41,9 +41,9 @@ class Seq2SeqNames:
         self_attention: prefixes of its weights, and of its norm.
         projections: of an attention: query, key, value and output.
         mlp_projections: in the order of computation; three if the MLP is gated.
-        embedding_norm: after the embeddings, under ``decoder``; None: no such norm.
-        final_norm: after the layers, under ``decoder``; None: no such norm.
-        logits_bias: added to the logits, stored by some checkpoints; None in other families.
+        embedding_norm: after the embeddings, under ``decoder``.
+        final_norm: after the layers, under ``decoder``.
+        logits_bias: added to the logits, stored by some checkpoints.
         ignored: names that checkpoints may contain but the model does not use.
     """
 
@@ -146,12 +146,10 @@ class Seq2SeqConfig:
         )
 
 
-def build_norm(config: Seq2SeqConfig, settings: ModelSettings) -> nn.LayerNorm | RMSNorm:
+def build_norm(config: Seq2SeqConfig, settings: ModelSettings) -> RMSNorm:
     """Build a norm of the family's kind."""
-    options = settings.tensor_options
-    if config.rms_norm:
-        return RMSNorm(config.hidden_size, config.norm_eps, ops=settings.ops, **options)
-    return nn.LayerNorm(config.hidden_size, config.norm_eps, **options).requires_grad_(False)
+    make = RMSNorm if config.rms_norm else LayerNorm
+    return make(config.hidden_size, config.norm_eps, ops=settings.ops, **settings.tensor_options)
 
 
 class DecoderAttention(nn.Module):
@@ -237,7 +235,12 @@ class Seq2SeqLayer(nn.Module):
         name = f"decoder.layers.{index}"
         self.self_attention = DecoderSelfAttention(f"{name}.self_attn", config, settings)
         self.cross_attention = DecoderCrossAttention(f"{name}.cross_attn", config, settings)
-        self.mlp = _build_mlp(config, settings)
+        sizes = (config.hidden_size, config.intermediate_size, config.activation)
+        names, options = config.names.mlp_projections, settings.tensor_options
+        make: type[Any] = GatedMLP if len(names) == 3 else PlainMLP
+        self.mlp: PlainMLP = make(
+            *sizes, names=names, bias=config.mlp_bias, ops=settings.ops, **options
+        )
         self.self_norm = build_norm(config, settings)
         self.cross_norm = build_norm(config, settings)
         self.mlp_norm = build_norm(config, settings)
@@ -251,8 +254,7 @@ class Seq2SeqLayer(nn.Module):
             (names.mlp, self.mlp, self.mlp_norm),
         ):
             yield from part.targets(f"{prefix}{own}")
-            for name, tensor in norm.state_dict().items():
-                yield f"{prefix}{of_norm}{name}", tensor
+            yield from norm.targets(f"{prefix}{of_norm}")
 
     def forward(self, x: Tensor, step: AttentionStep, bias: Tensor | None) -> Tensor:
         """Map ``(num_tokens, hidden_size)`` to the same shape."""
@@ -263,13 +265,6 @@ class Seq2SeqLayer(nn.Module):
         x = self.self_norm(x + self.self_attention(x, step, bias))
         x = self.cross_norm(x + self.cross_attention(x, step))
         return self.mlp_norm(x + self.mlp(x))
-
-
-def _build_mlp(config: Seq2SeqConfig, settings: ModelSettings) -> PlainMLP:
-    sizes = (config.hidden_size, config.intermediate_size, config.activation)
-    names, options = config.names.mlp_projections, settings.tensor_options
-    make: type[Any] = GatedMLP if len(names) == 3 else PlainMLP
-    return make(*sizes, names=names, bias=config.mlp_bias, ops=settings.ops, **options)
 
 
 class Seq2SeqModel(EncoderDecoderModel):
@@ -313,23 +308,19 @@ class Seq2SeqModel(EncoderDecoderModel):
         self.relative_bias: RelativeBiasTable | None = None
         if config.relative_buckets:
             self.relative_bias = RelativeBiasTable(config, settings)
-        self._name_embedding_and_head(stored)
-        shared = None if self.has_own_head else self.embedding
-        parts = {names.head.removesuffix(".weight"): config.vocab_size}
-        self.head = Linear(config.hidden_size, parts, weight=shared, **options)
-        self.logits_bias: nn.Parameter | None = None
-        if names.logits_bias in stored:
-            self.logits_bias = empty_parameter(1, config.vocab_size, **options)
-
-    def _name_embedding_and_head(self, stored: Collection[str]) -> None:
-        """Find the name of the shared matrix, which exporters store under any of its names."""
-        names = self.config.names
+        # Exporters store the shared matrix under any of its names.
         places = [name for name in names.embeddings if name in stored]
         self.has_own_head = bool(places) and names.head in stored
         self.embedding_name = next(iter(places), names.embeddings[0])
         if not places and names.head in stored:
             self.embedding_name = names.head
         self.ignored_weights = {*names.embeddings, *names.ignored}
+        shared = None if self.has_own_head else self.embedding
+        parts = {names.head.removesuffix(".weight"): config.vocab_size}
+        self.head = Linear(config.hidden_size, parts, weight=shared, **options)
+        self.logits_bias: nn.Parameter | None = None
+        if names.logits_bias in stored:
+            self.logits_bias = empty_parameter(1, config.vocab_size, **options)
 
     def targets(self, prefix: str = "") -> Iterator[tuple[str, Target]]:
         """Yield checkpoint names and targets; see :meth:`CausalModel.targets`."""
