@@ -141,10 +141,8 @@ class ModelInputs:
 class ModelInputBuilder:
     """Builder of a step's inputs from the scheduled requests.
 
-    Attributes:
-        memory: the pages; new pages that are read before they are full are cleared.
-        items: rows of multimodal items; None for a model that accepts none.
-        backends: one per group of the memory; None for a group without attention.
+    ``items`` are None for a model that accepts none, and a group without attention has no backend.
+    New pages that are read before they are full are cleared.
     """
 
     model: CausalModel
@@ -178,11 +176,8 @@ class ModelInputBuilder:
     ) -> ModelInputs:
         """Build the model inputs; the tower rows of the step must be in their pages.
 
-        All host arrays are uploaded in one copy.
-
-        Args:
-            extra: further arrays that the caller needs on the device; they are copied last.
-            place: provides the target buffer; see :func:`upload`.
+        All host arrays are uploaded in one copy, ``extra`` ones last, to ``place``; see
+        :func:`upload`.
         """
         arrays = step_arrays(step, self.memory) | {
             "token_ids": step.token_ids,
