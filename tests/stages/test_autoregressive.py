@@ -17,8 +17,9 @@ from engine import (
     SamplingParams,
     TokensPrompt,
 )
-from stages import AutoregressiveStage, StageOutput, StageRequest
+from stages import AutoregressiveStage, StageRequest
 from stages.autoregressive import AutoregressiveStageConfig
+from tests.support.settled_stages import run_stage
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 PROMPT = TokensPrompt(tuple(range(30, 43)))
@@ -29,19 +30,9 @@ def config(seeded: Callable[[str], str]) -> EngineConfig:
     return EngineConfig(model=seeded("qwen2"), num_blocks=32, block_size=4, max_model_len=64)
 
 
-def run(stage: AutoregressiveStage, *requests: StageRequest) -> dict[str, StageOutput]:
-    for request in requests:
-        stage.add_request(request)
-    last: dict[str, StageOutput] = {}
-    while stage.has_unfinished_requests:
-        last |= {output.request_id: output for output in stage.step()}
-    stage.check_integrity()
-    return last
-
-
 def test_outputs_equal_transformers_and_the_stage_describes_itself(config: EngineConfig) -> None:
     stage = AutoregressiveStage("s", config, sampling=GREEDY)
-    output = run(stage, StageRequest("r", PROMPT))["r"]
+    output = run_stage(stage, StageRequest("r", PROMPT))["r"]
     # transformers annotates `generate` for models of its own protocol only.
     model: Any = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
     prompt = torch.tensor([PROMPT.prompt_token_ids])
@@ -63,26 +54,10 @@ def test_outputs_equal_transformers_and_the_stage_describes_itself(config: Engin
     assert any("KV cache" in line for line in described["memory"])
 
 
-def test_a_hit_is_counted_and_changes_nothing(config: EngineConfig) -> None:
-    stage = AutoregressiveStage("s", config, sampling=GREEDY)
-    before = stage.stats()
-    first, second = (run(stage, StageRequest("r", PROMPT))["r"] for _ in range(2))
-    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 12)
-    assert first.token_ids == second.token_ids
-    torch.testing.assert_close(first.tensors["hidden_states"], second.tensors["hidden_states"])
-    work = stage.stats().since(before)
-    assert (work.prompt_tokens, work.cached_tokens, work.generated_tokens) == (26, 12, 8)
-    stage.reset_prefix_cache()
-    assert run(stage, StageRequest("r", PROMPT))["r"].num_cached_tokens == 0
-    stage.enable_prefix_caching = False
-    assert run(stage, StageRequest("r", PROMPT))["r"].num_cached_tokens == 0
-    assert not stage.enable_prefix_caching
-
-
 def test_outputs_select_the_returned_tensors(config: EngineConfig) -> None:
     for outputs, names in ((None, ["hidden_states"]), ((), []), (["hidden_states"],) * 2):
         stage = AutoregressiveStage("s", config, sampling=GREEDY, outputs=outputs)
-        assert list(run(stage, StageRequest("r", PROMPT))["r"].tensors) == names
+        assert list(run_stage(stage, StageRequest("r", PROMPT))["r"].tensors) == names
 
 
 def test_outputs_that_the_model_does_not_emit_are_refused(config: EngineConfig) -> None:
@@ -92,22 +67,12 @@ def test_outputs_that_the_model_does_not_emit_are_refused(config: EngineConfig) 
         AutoregressiveStage("s", config, final_output=("audio",))
 
 
-def test_deltas_add_up_to_the_text(config: EngineConfig) -> None:
-    stage = AutoregressiveStage("s", config, sampling=GREEDY)
-    stage.add_request(StageRequest("r", PROMPT))
-    outputs = []
-    while stage.has_unfinished_requests:
-        outputs += stage.step()
-    assert len(outputs) == 4
-    assert "".join(output.delta for output in outputs) == outputs[-1].text
-
-
 def test_a_request_may_have_its_own_sampling_and_embeddings(config: EngineConfig) -> None:
     stage = AutoregressiveStage("s", config, sampling=GREEDY)
     sampling = stage.merge_sampling({"max_tokens": 2, "n": 3})
     assert sampling == GREEDY.model_copy(update={"max_tokens": 2, "n": 3})
     embeds = EmbedsPrompt(torch.randn(5, stage.hidden_size))
-    outputs = run(
+    outputs = run_stage(
         stage, StageRequest("own", PROMPT, sampling=sampling), StageRequest("embeds", embeds)
     )
     assert len(outputs["own"].token_ids) == 2

@@ -12,6 +12,7 @@ from transformers import AutoModel
 
 from engine import EncoderEngine, EngineConfig, LLMEngine, TokensPrompt
 from stages import EncoderStage, StageOutput, StageRequest
+from tests.support.settled_stages import run_stage
 
 PROMPT = TokensPrompt(tuple(range(30, 43)))
 LONGER = TokensPrompt((*range(30, 43), 90, 91))
@@ -29,13 +30,9 @@ def make(seeded: Callable[[str], str]) -> Callable[..., EncoderStage]:
 
 
 def run(stage: EncoderStage, *prompts: Any) -> list[StageOutput]:
-    for index, prompt in enumerate(prompts):
-        stage.add_request(StageRequest(str(index), prompt))
-    last: dict[str, StageOutput] = {}
-    while stage.has_unfinished_requests:
-        last |= {output.request_id: output for output in stage.step()}
-    stage.check_integrity()
-    return [last[str(index)] for index in range(len(prompts))]
+    requests = [StageRequest(str(index), prompt) for index, prompt in enumerate(prompts)]
+    last = run_stage(stage, *requests)
+    return [last[request.request_id] for request in requests]
 
 
 def reference(stage: EncoderStage, prompt: TokensPrompt) -> Tensor:
@@ -80,6 +77,7 @@ def test_rows_equal_transformers_and_hits_are_by_prefix_or_by_whole_input(
         ("qwen2", "cls", lambda rows: rows[0]),
         ("bert", "mean", lambda rows: rows.mean(0)),
         ("bert", "cls", lambda rows: rows[0]),
+        ("bert", "last", lambda rows: rows[-1]),
     ],
 )
 def test_pooled_equals_the_pooling_of_the_rows(
@@ -107,24 +105,6 @@ def test_only_requested_outputs_are_returned(
     stage = make(model, outputs=outputs)
     for _ in range(2):
         assert set(run(stage, PROMPT)[0].tensors) == set(outputs)
-
-
-@pytest.mark.parametrize("model", ["bert", "qwen2"])
-def test_the_cache_can_be_disabled_and_reset_and_hits_are_counted(
-    make: Callable[..., EncoderStage], model: str
-) -> None:
-    stage = make(model)
-    before = stage.stats()
-    run(stage, PROMPT)
-    run(stage, PROMPT)
-    work = stage.stats().since(before)
-    assert work.prompt_tokens == 26
-    assert work.cached_tokens in (12, 13)
-    stage.reset_prefix_cache()
-    assert run(stage, PROMPT)[0].num_cached_tokens == 0
-    stage.enable_prefix_caching = False
-    assert not stage.enable_prefix_caching
-    assert run(stage, PROMPT)[0].num_cached_tokens == 0
 
 
 def test_an_encoder_refuses_sampling_and_describes_itself(

@@ -12,6 +12,7 @@ from engine import EngineConfig, FinishReason, SamplingParams, TokensPrompt
 from engine.interface.outputs import OutputDelta
 from stages import AutoregressiveStage, StageOutput, StageRequest
 from stages.engine_stage import select_tensors
+from tests.support.settled_stages import run_stage
 
 OUTPUT = OutputDelta(
     "r",
@@ -88,13 +89,9 @@ def test_an_overridden_add_request_is_called(
 
 
 def run(stage: AutoregressiveStage) -> dict[str, StageOutput]:
-    for request_id, token in (("x", 5), ("y", 6)):
-        stage.add_request(StageRequest(request_id, TokensPrompt((token, 7, 8))))
-    last: dict[str, StageOutput] = {}
-    while stage.has_unfinished_requests:
-        last |= {output.request_id: output for output in stage.step()}
-    stage.check_integrity()
-    return last
+    ids = {"x": 5, "y": 6}
+    requests = (StageRequest(name, TokensPrompt((token, 7, 8))) for name, token in ids.items())
+    return run_stage(stage, *requests)
 
 
 def test_a_step_that_fails_twice_in_a_row_raises(

@@ -49,21 +49,6 @@ def test_audio_equals_transformers(stage: GeneratorStage, folder: str) -> None:
     assert output.metrics.total_s >= output.metrics.queue_s >= 0
 
 
-def test_audio_is_streamed_while_codes_arrive(stage: GeneratorStage) -> None:
-    codes = random_codes(30)
-    stage.add_request(StageRequest("a", CodecPrompt(codes[:20], is_last=False)))
-    first = drain(stage)
-    assert first and not any(output.finished or output.audio for output in first)
-    assert all(output.finish_reason is None for output in first)
-    assert (stage.needs_input("a"), stage.has_unfinished_requests) == (True, True)
-    stage.extend_request("a", CodecPrompt(codes[20:]))
-    outputs = first + drain(stage)
-    joined = torch.cat([output.audio_delta.samples for output in outputs])
-    assert (outputs[-1].finished, stage.has_unfinished_requests) == (True, False)
-    assert torch.equal(outputs[-1].audio.samples, joined)
-    assert len(joined) == 30 * 480
-
-
 @pytest.mark.parametrize("num_first", [0, 20])
 def test_speech_from_cut_off_codes_finishes_with_length(
     stage: GeneratorStage, num_first: int

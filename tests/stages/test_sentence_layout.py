@@ -16,6 +16,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from engine import EngineConfig, TextPrompt, TokensPrompt
 from stages import EncoderStage, StageRequest
+from tests.support.settled_stages import run_stage
 
 TEXTS = ["Rain fell all day.", "HM", "the tide comes in twice a day, and goes out as often"]
 MEAN = {"word_embedding_dimension": 64, "pooling_mode_cls_token": False}
@@ -58,15 +59,9 @@ def stage_of(folder: Path, **options: Any) -> EncoderStage:
 
 
 def pooled(stage: EncoderStage, prompts: list[Any]) -> list[Tensor]:
-    for index, prompt in enumerate(prompts):
-        stage.add_request(StageRequest(str(index), prompt))
-    found: dict[str, Tensor] = {}
-    while stage.has_unfinished_requests:
-        for output in stage.step():
-            if output.finished:
-                assert output.error is None
-                found[output.request_id] = output.tensors["pooled"]
-    return [found[str(index)] for index in range(len(prompts))]
+    requests = [StageRequest(str(index), prompt) for index, prompt in enumerate(prompts)]
+    last = run_stage(stage, *requests)
+    return [last[request.request_id].tensors["pooled"] for request in requests]
 
 
 def rows(folder: Path, text: str, **lengths: Any) -> Tensor:

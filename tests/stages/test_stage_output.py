@@ -128,18 +128,6 @@ def test_any_split_adds_up_to_the_same_output(outputs: list[StageOutput], data: 
     assert same(found.output(), expected.output())
 
 
-def test_the_whole_audio_is_the_sum_of_its_pieces_unless_given() -> None:
-    one, two = (Waveform(torch.full((2,), float(value)), 8) for value in (1, 2))
-    accumulator = OutputAccumulator("r", "s")
-    accumulator.add(OutputDelta("r", audio=one))
-    assert accumulator.output().audio is None
-    accumulator.add(OutputDelta("r", True, finish_reason=FinishReason.STOP, audio=two))
-    last = accumulator.output()
-    assert plain(last.audio) == ([1, 1, 2, 2], 8) and plain(last.audio_delta) == ([2, 2], 8)
-    accumulator.add(OutputDelta("r", True, whole_audio=one))
-    assert plain(accumulator.output().audio) == ([1, 1], 8)
-
-
 def test_an_aborted_output_has_no_whole_audio() -> None:
     accumulator = OutputAccumulator("r", "s")
     accumulator.add(OutputDelta("r", audio=Waveform(torch.ones(2), 8), num_prompt_tokens=5))

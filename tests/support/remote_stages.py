@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from typing import Any
 
+from omni import Omni
 from stages import Stage
 from stages.remote.messages import StageSpec, WorkerSpec
 from stages.remote.remote_stage import RemoteStage
@@ -23,6 +26,19 @@ def several_stages(
 def one_stage(name: str, edges: tuple[StreamedEdge, ...] = (), **options: Any) -> WorkerSpec:
     """Return a worker of one stage built by the test."""
     return several_stages(name, [(name, edges)], **options)
+
+
+def pids_of(omni: Omni, name: str) -> list[int]:
+    """Return the processes of the workers of a stage."""
+    stage = omni.pipeline.stages[name]
+    assert isinstance(stage, RemoteStage)
+    return [pid for worker in stage.workers if (pid := worker.pid) is not None]
+
+
+def kill_workers(omni: Omni, name: str) -> None:
+    """Kill the processes of a stage."""
+    for pid in pids_of(omni, name):
+        os.kill(pid, signal.SIGKILL)
 
 
 def remote_stage(

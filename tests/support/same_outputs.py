@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -27,6 +27,19 @@ def assert_same(found: Sequence[OmniOutput], expected: Sequence[OmniOutput]) -> 
             if stage.audio is not None:
                 assert mine.audio is not None
                 torch.testing.assert_close(mine.audio.samples, stage.audio.samples)
+
+
+def last_outputs(
+    omni: Omni, prompts: Sequence[str], after: int, act: Callable[[], object]
+) -> list[OmniOutput]:
+    """Return the last outputs of prompts, and call ``act`` when output ``after`` comes."""
+    last: dict[str, OmniOutput] = {}
+    for number, output in enumerate(omni.stream([OmniRequest(text, text) for text in prompts])):
+        if number == after:
+            act()
+        if output.finished:
+            last[output.request_id] = output
+    return [last[text] for text in prompts]
 
 
 def streamed(omni: Omni, prompts: Sequence[str]) -> list[OmniOutput]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
+from omni import Omni
 from omni.requests.request import OmniRequest
 from omni.runtime.orchestrator import Orchestrator
-from stages import Stage
+from stages import Stage, StageOutput, StageRequest
 from tests.support.patience import PATIENCE_S
 
 
@@ -21,6 +22,24 @@ def assert_settled(stages: Iterable[Stage]) -> None:
         while stage.has_unfinished_requests and time.monotonic() < until:
             time.sleep(0.001)
         stage.check_integrity()
+
+
+def check_integrity(omni: Omni) -> None:
+    """Check every stage while nothing runs; running requests raise."""
+    with omni.paused() as pipeline:
+        for stage in pipeline.stages.values():
+            stage.check_integrity()
+
+
+def run_stage(stage: Stage, *requests: StageRequest) -> dict[str, StageOutput]:
+    """Return the last output of each request."""
+    for request in requests:
+        stage.add_request(request)
+    last: dict[str, StageOutput] = {}
+    while stage.has_unfinished_requests:
+        last |= {output.request_id: output for output in stage.step()}
+    stage.check_integrity()
+    return last
 
 
 def refusal(orchestrator: Orchestrator, request: OmniRequest) -> str:

@@ -43,6 +43,7 @@ from stages.remote.codec import INLINE_BYTES
 from stages.remote.remote_stage import RemoteStage
 from tests.support import omni_stages, ray_head
 from tests.support.patience import PATIENCE_S, wait_for
+from tests.support.remote_stages import pids_of
 from tests.support.same_outputs import assert_same
 
 _STAGES = ("thinker", "talker", "code2wav")
@@ -66,7 +67,7 @@ def speak_across(address: str, nodes: Sequence[str]) -> None:
     runtime = RuntimeConfig(kind="ray", address=address)
     with Omni(_composed(_SMALL, places), runtime=runtime) as omni:
         stages = omni.pipeline.stages.values()
-        assert [node_of(pid_of(omni, name)) for name in _STAGES] == [*nodes]
+        assert [node_of(pid) for name in _STAGES for pid in pids_of(omni, name)] == [*nodes]
         for _ in range(2):
             for prompt, output in _spoken(omni, _STOPPED).items():
                 omni_stages.assert_same(output, expected[prompt])
@@ -79,15 +80,6 @@ def speak_across(address: str, nodes: Sequence[str]) -> None:
             assert counted[name].num_preemptions, f"{name} preempted nothing"
             kv = counted[name].kv
             assert kv is not None and kv.evictions, f"{name} evicted nothing"
-
-
-def pid_of(omni: Omni, name: str) -> int:
-    """Return the process of a stage's only worker."""
-    stage = omni.pipeline.stages[name]
-    assert isinstance(stage, RemoteStage)
-    (worker,) = stage.workers
-    assert worker.pid is not None
-    return worker.pid
 
 
 def node_of(pid: int) -> str:
@@ -300,7 +292,7 @@ def _reader(omni: Omni) -> RemoteStage:
 
 def _lose_node(omni: Omni, nodes: dict[str, Any]) -> None:
     """Lose a node as on a power failure: with all of its processes at once."""
-    pid = pid_of(omni, "reader")
+    (pid,) = pids_of(omni, "reader")
     there = node_of(pid)
     os.kill(pid, signal.SIGSTOP)  # its messages from now on are not received
     nodes.pop(there)()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,11 @@ from transformers.models.csm.modeling_csm import CsmForConditionalGeneration
 
 from engine.checkpoints.checkpoint import Checkpoint, CheckpointPart
 from engine.checkpoints.config_file import quiet_config_log
-from engine.interface.config import GenerationParams
-from engine.models.base import CodeChunk, ModelSettings
+from engine.models.base import ModelSettings
 from engine.models.csm.codec import MimiCodec, MimiEncoder, names_of_half
+from tests.support.codec_streams import in_chunks, run_together
 
 PART = CheckpointPart("codec", "csm", "codec_config", "codec_model.", "MimiModel")
-PARAMS = GenerationParams()
 CPU = torch.device("cpu")
 NUM_CODES = 32
 # A window of three codes, and layer scales of 1, so that layers contribute visibly.
@@ -117,16 +116,6 @@ def sound_of(reference: Any, codes: Tensor) -> Tensor:
     return sound.flatten()
 
 
-def in_chunks(codec: MimiCodec, codes: Tensor, lengths: Sequence[int]) -> Tensor:
-    state, start, pieces = codec.new_state(), 0, []
-    for piece in codes.split(list(lengths)):
-        (samples,), (state,) = codec.generate([CodeChunk(piece, start, None, state)], PARAMS)
-        assert len(samples) == len(piece) * codec.samples_per_code
-        pieces.append(samples)
-        start += len(piece)
-    return torch.cat(pieces)
-
-
 def test_attributes_of_the_codec(codec: MimiCodec) -> None:
     assert (codec.sampling_rate, codec.samples_per_code, codec.num_missing) == (24_000, 96, 0)
     assert (codec.num_codes, codec.num_codebooks, codec.max_codes) == (NUM_CODES, 4, 100)
@@ -164,19 +153,8 @@ def test_other_configs_of_the_codec(changes: dict[str, Any], tmp_path: Path) -> 
 
 def test_utterances_at_different_places_run_together(codec: MimiCodec) -> None:
     heard = [0, 0, 1, 2, 5, 9, 5]
-    chunks, expected = [], []
-    for seed, start in enumerate(heard):
-        codes, state = some_codes(start + 3, seed), codec.new_state()
-        if start:
-            _, (state,) = codec.generate([CodeChunk(codes[:start], 0, None, state)], PARAMS)
-        chunks.append(CodeChunk(codes[start:], start, None, state))
-        expected.append(in_chunks(codec, codes, [start + 3])[-3 * codec.samples_per_code :])
-    samples, states = codec.generate(chunks, PARAMS)
-    for made, alone in zip(samples, expected, strict=True):
-        torch.testing.assert_close(made, alone, atol=1e-5, rtol=0)
+    states = run_together(codec, some_codes, heard)
     assert [state[0] for state in states] == [start + 3 for start in heard]
-    again, _ = codec.generate(chunks, PARAMS)  # the states are unchanged
-    assert all(torch.equal(a, b) for a, b in zip(samples, again, strict=True))
 
 
 def load_encoder(folder: Path, dtype: torch.dtype = torch.float32) -> MimiEncoder:

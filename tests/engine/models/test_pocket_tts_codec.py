@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,11 @@ from torch import Tensor
 from transformers.models.pocket_tts_audio_tokenizer import PocketTTSAudioTokenizerModel
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.interface.config import GenerationParams
-from engine.models.base import CodeChunk
 from engine.models.pocket_tts.codec import PocketCodec, bits_of, latents_of, load_half
 from omni.seeded.checkpoints import resolve_model
 from omni.seeded.speech import build_pocket_codec
+from tests.support.codec_streams import in_chunks, run_together
 
-PARAMS = GenerationParams()
 CPU = torch.device("cpu")
 LATENT_DIM = 8
 
@@ -50,16 +47,6 @@ def sound_of(folder: Path, latents: Tensor) -> Tensor:
     return sound
 
 
-def in_chunks(codec: PocketCodec, latents: Tensor, lengths: Sequence[int]) -> Tensor:
-    state, start, pieces = codec.new_state(), 0, []
-    for piece in bits_of(latents).split(list(lengths)):
-        (samples,), (state,) = codec.generate([CodeChunk(piece, start, None, state)], PARAMS)
-        assert len(samples) == len(piece) * codec.samples_per_code
-        pieces.append(samples)
-        start += len(piece)
-    return torch.cat(pieces)
-
-
 def close(ours: Tensor, theirs: Tensor) -> None:
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
@@ -82,7 +69,7 @@ def test_sound_is_that_of_transformers(
     lengths: list[int], folder: Path, codec: PocketCodec
 ) -> None:
     latents = some_latents(sum(lengths))
-    close(in_chunks(codec, latents, lengths), sound_of(folder, latents))
+    close(in_chunks(codec, bits_of(latents), lengths), sound_of(folder, latents))
 
 
 @pytest.mark.parametrize(
@@ -97,20 +84,11 @@ def test_sound_is_that_of_transformers(
 def test_other_configs(changes: dict[str, Any], tmp_path: Path) -> None:
     build_pocket_codec(tmp_path, **changes)
     codec, latents = PocketCodec(Checkpoint.open(tmp_path), CPU), some_latents(15)
-    close(in_chunks(codec, latents, [1, 2, 3, 4, 5]), sound_of(tmp_path, latents))
+    close(in_chunks(codec, bits_of(latents), [1, 2, 3, 4, 5]), sound_of(tmp_path, latents))
 
 
 def test_utterances_at_different_places_run_together(codec: PocketCodec) -> None:
-    chunks, expected = [], []
-    for seed, start in enumerate([0, 0, 1, 5, 2]):
-        latents, state = some_latents(start + 3, seed), codec.new_state()
-        codes = bits_of(latents)
-        if start:
-            _, (state,) = codec.generate([CodeChunk(codes[:start], 0, None, state)], PARAMS)
-        chunks.append(CodeChunk(codes[start:], start, None, state))
-        expected.append(in_chunks(codec, latents, [start + 3])[-3 * codec.samples_per_code :])
-    for made, alone in zip(codec.generate(chunks, PARAMS)[0], expected, strict=True):
-        close(made, alone)
+    run_together(codec, lambda *given: bits_of(some_latents(*given)), [0, 0, 1, 5, 2])
 
 
 def test_each_half_holds_its_own_weights(folder: Path, codec: PocketCodec) -> None:

@@ -11,6 +11,7 @@ from omni.pipelines.pipeline import Pipeline
 from omni.runtime import orchestrator
 from stages import Stage
 from stages.cluster import actor
+from stages.remote import supervisor
 from stages.remote.worker import Build
 from stages.worker.messages import StreamedEdge
 from stages.worker.stage_link import StageLink
@@ -61,6 +62,12 @@ def anywhere(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
         monkeypatch.setattr(orchestrator, "_link", link)
         yield Anywhere(where, workers.close)
+
+
+@pytest.fixture
+def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start the next worker at once."""
+    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.0)
 
 
 class _Unclosed:

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from omni.runtime.orchestrator import refusal
 from stages import Stage, StageRequest
 from stages.remote import supervisor, worker
 from stages.remote.messages import Events, StageSpec
 from stages.remote.supervisor import Connection, WorkerSupervisor
+from stages.worker.guarded_stage import MAX_REBUILDS
+from stages.worker.stage_link import WorkerState, why_lost
 from tests.support.examples import examples
 from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.remote_stages import one_stage, remote_stage
@@ -26,12 +30,13 @@ from tests.support.speech_pipeline import (
     until,
     whole,
 )
-from tests.support.worker_rig import assert_told_once, chain, holds, rig
+from tests.support.worker_rig import Make, assert_told_once, chain, holds, rig
+
+pytestmark = pytest.mark.usefixtures("no_delay")
 
 
 @pytest.fixture(autouse=True)
-def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.0)
+def many_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "MAX_STARTS", 100)
 
 
@@ -321,3 +326,150 @@ def test_a_worker_that_hangs_before_its_first_word_is_not_waited_for_for_ever() 
     specs = [one_stage("thinker")]
     with pytest.raises(ValueError, match=r"its worker gave no sign of life for 0\.01 s, before it"):
         remote_stage(shape, specs, lambda _, __, on_end: _Silent(on_end), stall_timeout_s=0.01)
+
+
+# Stages that a failure leaves unusable: their workers are restarted as if they had died.
+
+
+def held_up_at_first() -> Make:
+    """A chain; the first workers, made from the shapes, never end a request."""
+    number = itertools.count()
+
+    def make() -> list[Any]:
+        a, b = chain()()
+        b.endless = ("x", "y") if next(number) <= 2 else ()
+        return [a, b]
+
+    return make
+
+
+def test_without_retries_only_the_requests_in_it_fail_and_say_why() -> None:
+    with rig(held_up_at_first(), max_retries=0) as pipeline:
+        pipeline.add({"x": "x"})
+        until(pipeline.orchestrator, lambda: holds(pipeline, "b", 1))
+        pipeline.spoil("b")
+        last = drain(pipeline.orchestrator)["x"][-1]
+        assert str(last.error).startswith("stage 'b': its worker was ended (it broke by KeyError")
+        assert "after ArithmeticError: boom" in str(last.error)
+        pipeline.add({"y": "y"})
+        assert drain(pipeline.orchestrator)["y"][-1].error is None
+
+
+def test_a_stage_that_breaks_when_it_has_no_requests_is_replaced_before_the_next_one() -> None:
+    with rig(held_up_at_first(), max_retries=0) as pipeline:
+        pipeline.add({"x": "x"})
+        until(pipeline.orchestrator, lambda: holds(pipeline, "b", 1))
+        (first,) = (each for each in pipeline.built if each.name == "b")
+
+        def reset() -> None:
+            raise KeyError("gone")
+
+        first.reset_prefix_cache = reset  # as after a failed step
+        pipeline.let_raise("b")
+        drain(pipeline.orchestrator)
+        wait_for(lambda: pipeline.workers.started == ["a", "b", "b"])
+        pipeline.add({"y": "y"})
+        assert drain(pipeline.orchestrator)["y"][-1].error is None
+
+
+@pytest.mark.parametrize(
+    ("error", "num_tries", "message"),
+    [
+        (MemoryError("no room"), 1, "could not be rebuilt: MemoryError: no room"),
+        (None, MAX_REBUILDS, "it broke 4 times in a row"),
+    ],
+)
+def test_a_stage_that_cannot_be_rebuilt_or_breaks_again_gets_another_worker(
+    error: Exception | None, num_tries: int, message: str
+) -> None:
+    """Inline it would be retried when the next request comes: there is no alternative."""
+    tries = 0
+    shapes = held_up_at_first()
+
+    def make() -> list[Any]:
+        a, b = shapes()
+
+        def rebuild() -> None:
+            nonlocal tries
+            tries += 1
+            if error is not None:
+                raise error
+            b.held.clear()
+            pipeline.spoil("b")
+
+        b.rebuild = rebuild
+        return [a, b]
+
+    with rig(make, max_retries=9) as pipeline:
+        pipeline.add({"x": "x"})
+        until(pipeline.orchestrator, lambda: holds(pipeline, "b", 1))
+        pipeline.spoil("b")
+        last = drain(pipeline.orchestrator)["x"][-1]
+        assert last.error is None and last.stages["b"].text == "b(a(x))"
+        assert tries == num_tries
+        (state,) = pipeline.stages[1].worker_states()
+        assert message in str(state.last_end)
+
+
+# While a stage has no worker, a request is refused at once, and no other stage works for it.
+
+UP, STARTING = WorkerState("up", 3, "was killed"), WorkerState("starting", 1, "was killed")
+WAITING = WorkerState("waiting", 1, "could not be started: no node has what it needs")
+DOWN = WorkerState("down", 5, "was killed by SIGKILL")
+WAITS = (
+    "it takes no requests until there is a place for it: its worker could not be started: no node "
+    "has what it needs"
+)
+IS_DOWN = "it cannot be used any more: its worker was killed by SIGKILL"
+
+
+@pytest.mark.parametrize(
+    ("workers", "why"),
+    [
+        ([WAITING], WAITS),
+        ([DOWN], IS_DOWN),
+        ([DOWN, WAITING], WAITS),
+        ([DOWN, DOWN], IS_DOWN),
+        ([DOWN, STARTING], None),
+        ([WAITING, UP], None),
+        ([STARTING], None),
+    ],
+)
+def test_a_request_that_would_come_to_a_stage_without_a_worker_does_not_begin(
+    workers: Sequence[WorkerState], why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last stage's restarts are simulated."""
+    assert why_lost(workers) == why
+    with rig(chain(), max_retries=0) as pipeline:
+        first, last = pipeline.stages
+        with monkeypatch.context() as meanwhile:
+            meanwhile.setattr(last, "worker_states", lambda: tuple(workers))
+            if why is None:
+                pipeline.add({"x": "x"})
+            else:
+                with pytest.raises(ValueError, match=f"^stage 'b': {why}$") as caught:
+                    pipeline.add({"x": "x"})
+                assert not refusal("x", caught.value).refused, "it is not the client's to fix"
+                assert not pipeline.orchestrator.has_unfinished_requests
+                assert not first.has_unfinished_requests
+        if why is not None:
+            pipeline.add({"x": "x"})  # its id is free
+        assert drain(pipeline.orchestrator)["x"][-1].error is None
+
+
+def test_a_worker_that_is_back_gets_the_first_request_that_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No driver turn, which would process its news, runs between its return and the request."""
+    monkeypatch.setattr(supervisor, "MAX_STARTS", 2)
+    with rig(chain(), max_retries=0) as pipeline:
+        first, _ = pipeline.stages
+        (worker,) = first.workers
+        pipeline.workers.has_place = False
+        pipeline.add({"x": "x"})
+        pipeline.workers.kill("a")
+        assert WAITS in str(drain(pipeline.orchestrator)["x"][-1].error)
+        pipeline.workers.has_place = True
+        wait_for(lambda: worker.is_up)
+        pipeline.add({"x": "x"})
+        assert drain(pipeline.orchestrator)["x"][-1].error is None

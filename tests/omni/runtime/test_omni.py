@@ -19,6 +19,7 @@ from omni.runtime.driver import Driver, Ticket
 from stages import StageOutput
 from tests.support.fake_stage import FakeStage
 from tests.support.patience import PATIENCE_S
+from tests.support.settled_stages import check_integrity
 from tests.support.shared_worker import omni_apart
 
 ENDLESS = 10**9
@@ -50,16 +51,10 @@ def text(output: OmniOutput) -> str | None:
 def check_nothing_is_held_soon(omni: Omni) -> None:
     for _ in range(1000):
         try:
-            return check_nothing_is_held(omni)
+            return check_integrity(omni)
         except RuntimeError:
             time.sleep(0.01)
     raise AssertionError("requests are still running")
-
-
-def check_nothing_is_held(omni: Omni) -> None:
-    with omni.paused() as pipeline:
-        for stage in pipeline.stages.values():
-            stage.check_integrity()
 
 
 def test_generate_answers_in_the_order_of_the_requests(omni: Omni) -> None:
@@ -121,7 +116,7 @@ def test_an_exception_in_the_callback_aborts_the_rest(make: Make) -> None:
     with make(FakeStage("b", steps=ENDLESS)) as omni:
         with pytest.raises(InterruptedError):
             omni.generate(["x", "y"], on_progress=give_up)
-        check_nothing_is_held(omni)
+        check_integrity(omni)
 
 
 def test_the_pieces_of_a_stream_make_up_the_whole(omni: Omni) -> None:
@@ -141,7 +136,7 @@ def test_leaving_a_stream_early_aborts_its_requests(make: Make) -> None:
             assert not output.finished
             break
         gc.collect()
-        check_nothing_is_held(omni)
+        check_integrity(omni)
 
 
 def test_a_stream_of_a_taken_id_does_not_end_the_one_that_has_it(make: Make) -> None:
@@ -153,7 +148,7 @@ def test_a_stream_of_a_taken_id_does_not_end_the_one_that_has_it(make: Make) -> 
         second.close()
         assert not next(first).finished
         first.close()
-        check_nothing_is_held(omni)
+        check_integrity(omni)
 
 
 def test_abort_ends_the_wait_of_another_thread(make: Make) -> None:
@@ -166,7 +161,7 @@ def test_abort_ends_the_wait_of_another_thread(make: Make) -> None:
         omni.abort("unknown")
         omni.abort("mine")
         assert [output.error for output in waiting.result(PATIENCE_S)] == ["aborted"]
-        check_nothing_is_held(omni)
+        check_integrity(omni)
 
 
 def test_threads_share_one_pipeline(omni: Omni) -> None:
@@ -209,7 +204,7 @@ def test_cancelling_a_consumer_aborts_its_request_alone(make: Make) -> None:
 
     with make(Slow("b")) as omni:
         assert text(asyncio.run(scenario(omni))) == "b(short)"
-        check_nothing_is_held(omni)
+        check_integrity(omni)
 
 
 def test_coroutines_wait_for_whole_answers(omni: Omni) -> None:
@@ -255,7 +250,7 @@ def test_a_coroutine_that_is_cancelled_or_fails_at_its_progress_aborts_its_reque
 
     with make(FakeStage("b", steps=ENDLESS)) as omni:
         assert [output.error for output in asyncio.run(scenario(omni))] == ["aborted"]
-        check_nothing_is_held(omni)
+        check_integrity(omni)
 
 
 def test_close_fails_what_is_running_and_closes_the_stages(make: Make) -> None:
@@ -387,7 +382,7 @@ def test_a_busy_pipeline_is_not_lent_out(make: Make) -> None:
         with pytest.raises(RuntimeError, match="1 requests are running"), omni.paused():
             pass
         stream.close()
-        check_nothing_is_held(omni)
+        check_integrity(omni)
 
 
 def test_overrides_need_a_file() -> None:

@@ -90,17 +90,6 @@ def test_a_transform_is_told_the_request_the_prompt_and_its_sources_in_order() -
 
 
 @everywhere
-def test_deltas_add_up_to_the_text_and_are_sent_once() -> None:
-    stages = [FakeStage("a", steps=3), FakeStage("b", ("a",), steps=4), FakeStage("c", steps=6)]
-    orchestrator = WholeOrchestrator(Pipeline(stages))
-    orchestrator.add_request(OmniRequest("prompt", "x"))
-    outputs = drain(orchestrator)["x"]
-    for name, text in texts(outputs[-1]).items():
-        deltas = [output.stages[name].delta for output in outputs if name in output.stages]
-        assert "".join(deltas) == text
-
-
-@everywhere
 def test_the_user_gets_what_final_output_asks_for() -> None:
     both, text, none = FakeStage("both"), FakeStage("text"), FakeStage("none", final=False)
     tensors = FakeStage("tensors", ("none",))

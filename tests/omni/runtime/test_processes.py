@@ -14,9 +14,10 @@ import pytest
 
 from omni import Omni, OmniOutput, OmniRequest, verify
 from omni.pipelines.pipeline_config import PipelineConfig
-from stages.remote.remote_stage import RemoteStage
 from tests.support.patience import PATIENCE_S, wait_for
-from tests.support.same_outputs import assert_same, streamed
+from tests.support.remote_stages import kill_workers, pids_of
+from tests.support.same_outputs import assert_same, last_outputs, streamed
+from tests.support.settled_stages import check_integrity
 
 PROMPTS = ["A quick brown fox", "A quick brown dog", "A quick brown fox jumps", "Hello"]
 DRAWN = [
@@ -36,12 +37,6 @@ def in_processes(config: Any, **options: Any) -> Iterator[Omni]:
         yield omni
         pids += [pid for name in omni.pipeline.stages for pid in pids_of(omni, name)]
     wait_for(lambda: not any(is_alive(pid) for pid in pids))
-
-
-def pids_of(omni: Omni, name: str) -> list[int]:
-    stage = omni.pipeline.stages[name]
-    assert isinstance(stage, RemoteStage)
-    return [pid for worker in stage.workers if (pid := worker.pid) is not None]
 
 
 def is_alive(pid: int) -> bool:
@@ -96,9 +91,7 @@ def test_text_is_that_of_one_process_and_prefixes_hit(
         assert_same(omni.generate(PROMPTS), texts)
         assert omni.stats()["reader"].cached_tokens > 0
         assert not omni.pipeline.stages["writer"].has_unfinished_requests
-        with omni.paused() as pipeline:
-            for stage in pipeline.stages.values():
-                stage.check_integrity()
+        check_integrity(omni)
 
 
 def test_streamed_speech_is_that_of_one_process(speaker: Omni, speeches: list[OmniOutput]) -> None:
@@ -108,8 +101,7 @@ def test_streamed_speech_is_that_of_one_process(speaker: Omni, speeches: list[Om
 def test_nothing_is_left_when_it_is_closed() -> None:
     def run() -> int:
         with in_processes("two_step") as omni:
-            for pid in pids_of(omni, "writer"):
-                os.kill(pid, signal.SIGKILL)
+            kill_workers(omni, "writer")
             omni.generate(PROMPTS)
         return len(os.listdir("/proc/self/fd"))
 
@@ -137,36 +129,12 @@ def test_killing_a_busy_worker_changes_no_output(
     victim: str, after: int, speaker: Omni, speeches: list[OmniOutput]
 ) -> None:
     before = speaker.stats()["thinker"].generated_tokens
-    last: dict[str, OmniOutput] = {}
-    for number, output in enumerate(speaker.stream([OmniRequest(t, t) for t in SPOKEN])):
-        if number == after:
-            for pid in pids_of(speaker, victim):
-                os.kill(pid, signal.SIGKILL)
-        if output.finished:
-            last[output.request_id] = output
-    assert_same([last[text] for text in SPOKEN], speeches)
+    found = last_outputs(speaker, SPOKEN, after, lambda: kill_workers(speaker, victim))
+    assert_same(found, speeches)
     assert_same(speaker.generate(SPOKEN), speeches)
     reported = sum(len(each.stages["thinker"].token_ids) for each in speeches)
     counted = speaker.stats()["thinker"].generated_tokens - before
     assert counted >= 2 * reported, "what died had counted, too"
-
-
-def test_past_the_last_retry_a_request_fails_and_says_what_of() -> None:
-    config = PipelineConfig.load(
-        "two_step", {"runtime.max_retries": 0, "stages.writer.sampling.max_tokens": 400}
-    )
-    with in_processes(config) as omni:
-        results: list[OmniOutput] = []
-        waiting = threading.Thread(target=lambda: results.extend(omni.generate("Hello")))
-        waiting.start()
-        wait_for(lambda: omni.stats()["writer"].num_steps > 1)
-        for pid in pids_of(omni, "writer"):
-            os.kill(pid, signal.SIGKILL)
-        waiting.join()
-        assert results[0].error == (
-            "stage 'writer': its worker was killed by SIGKILL while it had this request; "
-            "it was run once"
-        )
 
 
 def test_replicas_share_the_requests(texts: list[OmniOutput]) -> None:
@@ -191,13 +159,7 @@ def test_stages_that_share_a_worker_answer_as_those_of_one_process_whatever_dies
         assert_same(hits, texts)
         assert hits[0].stages["reader"].num_cached_tokens > 0
         assert verify(omni, PROMPTS).equal
-        last: dict[str, OmniOutput] = {}
-        for number, output in enumerate(omni.stream([OmniRequest(each, each) for each in PROMPTS])):
-            if number == 3:
-                os.kill(first, signal.SIGKILL)
-            if output.finished:
-                last[output.request_id] = output
-        assert_same([last[each] for each in PROMPTS], texts)
+        assert_same(last_outputs(omni, PROMPTS, 3, lambda: kill_workers(omni, "writer")), texts)
         (second,) = {*pids_of(omni, "writer"), *pids_of(omni, "reader")}
         assert second != first
         for name in ("writer", "reader"):
@@ -216,10 +178,4 @@ def test_speech_from_a_shared_worker_that_is_killed_is_that_of_one_process(
         (voice,) = pids_of(omni, "talker")
         assert pids_of(omni, "code2wav") == [voice] != pids_of(omni, "thinker")
         assert_same(streamed(omni, SPOKEN), speeches)
-        last: dict[str, OmniOutput] = {}
-        for number, output in enumerate(omni.stream([OmniRequest(t, t) for t in SPOKEN])):
-            if number == 3:
-                os.kill(voice, signal.SIGKILL)
-            if output.finished:
-                last[output.request_id] = output
-        assert_same([last[text] for text in SPOKEN], speeches)
+        assert_same(last_outputs(omni, SPOKEN, 3, lambda: kill_workers(omni, "talker")), speeches)

@@ -23,7 +23,9 @@ from stages.remote.remote_stage import RemoteStage
 from tests.support.fake_speech_kind import fake_speech
 from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.ray_cluster import SessionCluster
+from tests.support.remote_stages import pids_of
 from tests.support.same_outputs import assert_same
+from tests.support.settled_stages import check_integrity
 from tests.support.speech_pipeline import PROMPTS as SAID
 from tests.support.speech_pipeline import text_and_sound, whole
 
@@ -66,18 +68,6 @@ def speaking(ray_cluster: SessionCluster) -> Iterator[Omni]:
     config = fake_speech(runtime, thinker=logs | first, talker=slow | second, code2wav=slow | third)
     with Omni(config) as omni:
         yield omni
-
-
-def pids_of(omni: Omni, name: str) -> list[int]:
-    stage = omni.pipeline.stages[name]
-    assert isinstance(stage, RemoteStage)
-    return [pid for worker in stage.workers if (pid := worker.pid) is not None]
-
-
-def check_integrity(omni: Omni) -> None:
-    with omni.paused() as pipeline:
-        for stage in pipeline.stages.values():
-            stage.check_integrity()
 
 
 def test_text_is_that_of_one_process_and_prefixes_hit(

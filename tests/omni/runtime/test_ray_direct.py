@@ -5,8 +5,6 @@ The one here uses files. Ray's own, NIXL, is tested where it is installed.
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterator
 from importlib.util import find_spec
 
@@ -14,7 +12,6 @@ import pytest
 
 from omni import Omni, OmniOutput, OmniRequest, verify
 from omni.pipelines.pipeline_config import PipelineConfig
-from stages.remote.remote_stage import RemoteStage
 from tests.support.file_transport import (
     FILES,
     num_fetched,
@@ -24,6 +21,7 @@ from tests.support.file_transport import (
 )
 from tests.support.patience import wait_for
 from tests.support.ray_cluster import SessionCluster
+from tests.support.remote_stages import kill_workers, pids_of
 from tests.support.same_outputs import assert_same
 
 # Prompts whose rows are too large to travel in a message.
@@ -53,15 +51,6 @@ def direct(ray_cluster: SessionCluster) -> Iterator[Omni]:
     remove_files()
 
 
-def pid_of(omni: Omni, name: str) -> int:
-    stage = omni.pipeline.stages[name]
-    assert isinstance(stage, RemoteStage)
-    wait_for(lambda: stage.workers[0].pid)
-    pid = stage.workers[0].pid
-    assert pid is not None
-    return pid
-
-
 def test_rows_are_fetched_from_the_actor_that_made_them(
     direct: Omni, texts: list[OmniOutput]
 ) -> None:
@@ -89,7 +78,8 @@ def test_an_actor_that_dies(direct: Omni, texts: list[OmniOutput], victim: str) 
     has_killed = False
     for output in direct.stream([OmniRequest(prompt, prompt[-3:]) for prompt in PROMPTS]):
         if not has_killed and victim in output.stages:
-            os.kill(pid_of(direct, victim), signal.SIGKILL)
+            wait_for(lambda: pids_of(direct, victim))
+            kill_workers(direct, victim)
             has_killed = True
         if output.finished:
             last[output.request_id] = output

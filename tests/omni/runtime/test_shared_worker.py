@@ -11,7 +11,6 @@ from engine import SamplingParams
 from omni import Omni, OmniOutput, OmniRequest, Pipeline, TextPrompt
 from omni.pipelines.pipeline_config import PipelineConfig
 from stages import StageOutput
-from stages.remote import supervisor
 from tests.support.fake_speech_kind import fake_speech
 from tests.support.fake_stage import FakeStage
 from tests.support.one_writer import one_writer
@@ -22,10 +21,7 @@ from tests.support.shared_worker import apart, omni_apart, worker_of
 INLINE: dict[str, Any] = {"kind": "inline"}
 ENDLESS = 10**9
 
-
-@pytest.fixture(autouse=True)
-def no_delay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.0)
+pytestmark = pytest.mark.usefixtures("no_delay")
 
 
 # What the worker runs.
