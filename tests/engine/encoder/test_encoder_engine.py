@@ -152,37 +152,12 @@ def test_text_is_tokenized_by_the_checkpoints_tokenizer(bert: str, bert_engine: 
     torch.testing.assert_close(with_special.tensors["hidden_states"], rows, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("pooling", "expected"),
-    [
-        ("mean", lambda rows: rows.mean(0)),
-        ("cls", lambda rows: rows[0]),
-        ("last", lambda rows: rows[-1]),
-    ],
-)
-def test_pooling_is_of_this_input_only(bert: str, pooling: str, expected: Callable[..., Tensor]):
-    outputs = run(engine_of(bert, pooling=pooling), [TokensPrompt(token_ids(n)) for n in (3, 6)])
-    for output in outputs:
-        rows = output.tensors["hidden_states"]
-        torch.testing.assert_close(output.tensors["pooled"], expected(rows), atol=1e-6, rtol=0)
-
-
 def test_a_checkpoint_without_pooler_weights_is_pooled_by_mean(bert: str, tmp_path: Path):
     folder = copy_of(bert, tmp_path, keep=lambda name: not name.startswith("pooler."))
     engine = engine_of(folder)
     assert engine.pooling == "mean"
     with pytest.raises(ValueError, match="needs a checkpoint with pooler weights"):
         engine_of(folder, pooling="pooler")
-
-
-def test_only_the_requested_outputs_are_returned(bert: str):
-    prompt = TokensPrompt(token_ids(5))
-    for names in (("pooled",), ("hidden_states",), ()):
-        engine = engine_of(bert, output_names=names)
-        for _ in range(2):
-            (output,) = run(engine, [prompt])
-            assert set(output.tensors) == set(names)
-        assert output.num_cached_tokens == 5
 
 
 # The cache
@@ -200,17 +175,6 @@ def test_a_hit_equals_the_earlier_miss_and_the_uncached_run(bert: str):
         assert_same(hit, plain)
     assert engine.stats().cached_tokens == 22
     assert engine.stats().prompt_tokens == 44
-
-
-def test_a_shared_prefix_is_no_hit(bert: str):
-    ids = token_ids(12)
-    _, longer, shorter = run(
-        engine_of(bert, max_num_seqs=1),
-        [TokensPrompt(ids), TokensPrompt((*ids, 7)), TokensPrompt(ids[:8])],
-    )
-    assert (longer.num_cached_tokens, shorter.num_cached_tokens) == (0, 0)
-    rows, _ = alone(bert, input_ids=torch.tensor([ids[:8]]))
-    torch.testing.assert_close(shorter.tensors["hidden_states"], rows, atol=1e-5, rtol=0)
 
 
 def test_hits_depend_on_salt_embeddings_and_reset(bert: str):
@@ -238,17 +202,6 @@ def test_equal_inputs_in_flight_are_computed_once(bert: str):
     engine.enable_prefix_caching = False
     assert all(not o.num_cached_tokens for o in run(engine, [TokensPrompt(token_ids(6))] * 2))
     assert sorted(forwarded) == [6, 6, 6, 7]
-
-
-def test_a_partly_evicted_input_is_computed_again(bert: str):
-    engine = engine_of(bert, num_blocks=6)  # five blocks of four tokens
-    first, other = TokensPrompt(token_ids(12)), TokensPrompt(token_ids(11))
-    (before,) = run(engine, [first])
-    run(engine, [other])
-    (after,) = run(engine, [first])
-    assert after.num_cached_tokens == 0
-    assert_same(after, before)
-    assert engine.stats().kv is not None and engine.stats().kv.evictions > 0
 
 
 @settings(max_examples=examples(25))

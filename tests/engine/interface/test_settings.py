@@ -219,11 +219,6 @@ def test_a_value_out_of_range_is_an_error_that_names_the_field(field: str, value
         SamplingParams(**{field: value})
 
 
-def test_min_tokens_beyond_max_tokens_is_an_error_with_both_numbers():
-    with pytest.raises(ValueError, match=r"min_tokens \(5\).*max_tokens \(4\)"):
-        SamplingParams(max_tokens=4, min_tokens=5)
-
-
 def test_one_stop_string_is_a_list_of_one():
     assert SamplingParams(stop="end").stop == ("end",)
 

@@ -22,7 +22,7 @@ from engine.attention.metadata import StateMetadata
 from engine.attention.packed_layout import Chunks, PackedLayout
 from engine.layers import DeltaRuleMixer, Mamba2Mixer, MambaMixer
 from engine.layers.delta_rule import delta_scan
-from engine.layers.mamba import CausalConv, ssd_scan
+from engine.layers.mamba import ssd_scan
 from tests.support.examples import examples
 
 HIDDEN = 32
@@ -246,12 +246,3 @@ def test_the_delta_rule_in_chunks_is_the_recurrence_where_keys_repeat_and_a_toke
         expected = (q[t, :, None] @ h).squeeze(1)
         torch.testing.assert_close(y[t].double(), expected, atol=1e-5, rtol=1e-5)
     assert y[spoilt:].isnan().all()
-
-
-def test_sizes_that_do_not_fit_are_refused():
-    options = {"dtype": torch.float32, "device": CPU}
-    with pytest.raises(ValueError, match="at least 2 tokens, got 1"):
-        CausalConv(8, 1, bias=False, **options)
-    heads = BambaConfig(hidden_size=HIDDEN, mamba_n_heads=8, mamba_d_head=8, mamba_n_groups=3)
-    with pytest.raises(ValueError, match="multiple of its groups, got 8 and 3"):
-        Mamba2Mixer("m", heads, 4, **options)

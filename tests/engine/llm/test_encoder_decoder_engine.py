@@ -353,23 +353,6 @@ def heard(oracle: Oracle, path: Path) -> Tensor:
     return entry.features["input_features"]
 
 
-def test_invalid_sound_fails_only_its_request(tmp_path: Path, seeded: Callable[[str], str]) -> None:
-    engine = build(seeded("whisper"))
-    (tmp_path / "no.wav").write_text("this is no sound")
-    bad = {
-        write_wav(tmp_path / "empty.wav", np.zeros(0)): "empty",
-        tmp_path / "no.wav": "is none of WAV",
-        tmp_path / "missing.wav": "cannot be read",
-    }
-    engine.add_request("good", AudioPrompt(tone(1.0), language="en"), GREEDY)
-    for path, message in bad.items():
-        with pytest.raises(ValueError, match=message):
-            engine.add_request("bad", AudioPrompt(path, language="en"), GREEDY)
-    with pytest.raises(ValueError, match="takes audio .* is text"):
-        engine.add_request("bad", "Hm", GREEDY)
-    assert finish(engine)["good"].error is None
-
-
 def test_a_decoder_only_model_has_no_encoder_rows(qwen2_checkpoint: str) -> None:
     with pytest.raises(ValueError, match="no per-token output 'encoder_hidden_states'"):
         build(qwen2_checkpoint)

@@ -26,7 +26,6 @@ from engine import (
 )
 from engine.models.multimodal import MultiModalModel
 from engine.requests.encoder_input import Modality, MultiModalInput
-from engine.scheduling.scheduler import Scheduler, SchedulerOutput
 from prefix_cache import GroupStats
 from tests.support.pictures import PLACEHOLDER, picture
 from tests.support.request_stream import BLOCK_SIZE
@@ -132,20 +131,6 @@ def test_an_item_elsewhere_is_no_hit_but_is_not_encoded_again(
     assert output.num_cached_tokens == 0
     assert len(towers.heard) + len(towers.seen) == 1
     assert_same(output, expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_equally_long_other_item_never_hits(
-    kind: Modality, engine: LLMEngine, uncached: LLMEngine
-) -> None:
-    one, other = (shows(engine, (kind, item), 25, 26, 27) for item in PAIRS[kind])
-    assert one.prompt_token_ids == other.prompt_token_ids
-    expected = run(uncached, other)
-    run(engine, one)
-    output = run(engine, other)
-    assert output.num_cached_tokens == 0
-    assert_same(output, expected)
-    assert run(engine, one).num_cached_tokens == 8
 
 
 def test_the_same_frames_at_another_pace_never_hit(engine: LLMEngine) -> None:
@@ -303,24 +288,17 @@ NOTHING = SamplingParams(temperature=0.0, max_tokens=0)
 
 
 class Eyes:
-    """Counts images per run of the tower, and tokens per step."""
+    """Counts images per run of the tower."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.encoded: list[int] = []  # images of each run of the tower
-        self.scheduled: list[int] = []  # tokens of each step
-        encode, schedule = MultiModalModel.encode_multimodal, Scheduler.schedule
+        encode = MultiModalModel.encode_multimodal
 
         def counting(model: MultiModalModel, inputs: Sequence[MultiModalInput]) -> list[Tensor]:
             self.encoded.append(len(inputs))
             return encode(model, inputs)
 
-        def noting(scheduler: Scheduler) -> SchedulerOutput:
-            output = schedule(scheduler)
-            self.scheduled.append(output.num_tokens)
-            return output
-
         monkeypatch.setattr(MultiModalModel, "encode_multimodal", counting)
-        monkeypatch.setattr(Scheduler, "schedule", noting)
 
 
 @pytest.fixture
@@ -397,18 +375,6 @@ def test_a_chunk_may_end_inside_an_image(vl_checkpoint: str, eyes: Eyes) -> None
     assert eyes.encoded == [1, 1]
     rows = outputs[0].outputs[0].tensors["hidden_states"]
     torch.testing.assert_close(rows, expected, atol=1e-5, rtol=0)
-
-
-def test_the_encoder_budget_cuts_chunks(vl_checkpoint: str, eyes: Eyes) -> None:
-    engine = build_vl(vl_checkpoint, max_num_encoder_tokens=7)
-    pictures = [picture(0), picture(1), picture(2)]
-    prompt = shows_pictures(engine, 5, *pictures, 6)
-    expected = hidden_states(build_vl(vl_checkpoint), prompt)
-    eyes.encoded.clear()
-    eyes.scheduled.clear()
-    torch.testing.assert_close(hidden_states(engine, prompt), expected, atol=1e-5, rtol=0)
-    assert eyes.encoded == [1, 1, 1]
-    assert eyes.scheduled == [7, 6, 7]
 
 
 def test_placeholders_are_expanded_as_transformers_does(seeded: Callable[[str], str]) -> None:

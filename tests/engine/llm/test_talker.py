@@ -522,12 +522,6 @@ def test_a_speech_may_end_before_its_text(live: LLMEngine) -> None:
     live.check_integrity()
 
 
-def test_a_reply_of_one_token_has_no_rows_and_is_spoken(engine: LLMEngine) -> None:
-    drop_all(engine)
-    (output,) = engine.generate(made_up(0, 6, 0), GREEDY)
-    assert output.error is None and len(output.outputs[0].token_ids) > 0
-
-
 def test_completions_share_the_rows_of_their_prompt(engine: LLMEngine) -> None:
     drop_all(engine)
     params = SamplingParams(temperature=1.0, seed=3, max_tokens=6, n=2, ignore_eos=True)

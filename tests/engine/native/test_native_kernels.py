@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import platform
 import shutil
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import engine.native as native
-from engine import EngineConfig, LLMEngine, SamplingParams
+from engine import EngineConfig, LLMEngine
 from engine.layers import LayerOps, NativeLayerOps
 from engine.native import NativeBuildError, NativeKernels, PagedSpans, load_kernels
 from engine.native.kernels import compile_kernels, find_compiler
@@ -265,30 +264,6 @@ def test_a_library_that_does_not_load_is_reported(tmp_path: Path):
     broken.write_bytes(b"not a library")
     with pytest.raises(NativeBuildError, match="do not load"):
         NativeKernels(broken)
-
-
-def test_without_a_compiler_an_engine_uses_torch_and_warns_once(
-    qwen2_checkpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.delenv("OMNI_NATIVE", raising=False)
-    monkeypatch.setenv("PATH", "")
-    native._load_once.cache_clear()
-    try:
-        with caplog.at_level(logging.WARNING, logger="omni.engine.native"):
-            engines = [
-                LLMEngine(EngineConfig(model=qwen2_checkpoint, device="cpu", max_model_len=64))
-                for _ in range(2)
-            ]
-    finally:
-        native._load_once.cache_clear()
-    assert [record.getMessage() for record in caplog.records] == [
-        "no native kernels, torch does their work, more slowly: "
-        "there is no C compiler (gcc, cc, clang)"
-    ]
-    assert "attention      torch" in engines[0].memory_plan.lines()
-    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-    assert len(engines[0].generate(["the quick brown fox"], params)[0].outputs[0].token_ids) == 3
 
 
 @needs_kernels

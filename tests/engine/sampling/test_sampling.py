@@ -199,20 +199,6 @@ def test_draws_follow_the_softmax(params: SamplingParams, varied: str):
     assert chi_square < freedom + 4 * math.sqrt(2 * freedom) + 8
 
 
-def test_min_tokens_masks_eos_and_stop_tokens():
-    logits = torch.zeros(1, VOCAB)
-    logits[0, [EOS, 10, 11]] = torch.tensor([9.0, 8.0, 7.0])
-    params = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(10,))
-    request = state(params)
-    chosen = []
-    for _ in range(3):
-        (token_id,) = sample(logits, request).token_ids
-        assert token_id is not None
-        chosen.append(token_id)
-        request.append(token_id)
-    assert chosen == [11, 11, EOS]
-
-
 def test_ignored_eos_may_be_sampled_before_min_tokens():
     logits = torch.zeros(1, VOCAB)
     logits[0, EOS] = 9.0

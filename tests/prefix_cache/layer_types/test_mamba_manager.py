@@ -84,28 +84,6 @@ class Recurrence:
         return [BLOCK_SIZE * (i + 1) for i, block in enumerate(found) if block is not None]
 
 
-@given(
-    requests=st.lists(
-        st.tuples(st.integers(0, 2), st.integers(1, 30), st.lists(st.integers(1, 13), min_size=1)),
-        min_size=1,
-        max_size=6,
-    ),
-    num_pages=st.integers(4, 12),
-)
-def test_a_request_continues_from_its_own_state_and_published_states_never_change(
-    requests, num_pages
-):
-    model = Recurrence(new_manager(num_pages))
-    for index, (family, length, counts) in enumerate(requests):
-        # Members of a family share a prefix of 9 tokens.
-        own = [100 * index + 50 + i for i in range(max(0, length - 9))]
-        token_ids = [100 * family + i for i in range(min(9, length))] + own
-        model.serve(f"r{index}", token_ids, counts)
-    for block_hash, block in model.manager.pool.hash_tables[STATES].items():
-        assert hashes_of(model.pages[block.block_id], BLOCK_SIZE)[-1] == block_hash
-    assert model.manager.stats().held == 0
-
-
 def test_tables_and_cached_states_of_the_design_example():
     manager = new_manager()
     token_ids = list(range(20))
