@@ -10,7 +10,6 @@ import pytest
 import soundfile
 import torch
 import yaml
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from omni import AutoregressiveStage, Pipeline
@@ -40,18 +39,6 @@ SHORT = [
 @pytest.fixture(autouse=True)
 def _checkpoints(checkpoint_cache: Path) -> None:
     """Build ``seeded:`` models once for all tests, in the tests' cache."""
-
-
-@pytest.mark.parametrize(
-    ("model", "shown"), [("llava", "See <image>"), ("gemma3_vision", "See <start_of_image>")]
-)
-def test_run_sends_images_to_a_model_with_images(model: str, shown: str, tmp_path: Path) -> None:
-    image = tmp_path / "a.png"
-    Image.new("RGB", (60, 40), "teal").save(image)
-    run = ["run", "two_step", "--set", f"stages.writer.model=seeded:{model}", "--image", image]
-    omni(*run, "-p", shown, *SHORT, status=0)
-    refused = omni(*run, "-p", "See nothing", *SHORT, status=1)
-    assert "0 image placeholders" in refused.stdout + refused.stderr
 
 
 def test_run_prints_every_final_stages_text_and_a_summary() -> None:
@@ -129,25 +116,6 @@ def test_tensors_are_written_to_the_files_of_the_lines(tmp_path: Path) -> None:
     torch.testing.assert_close(loaded["pooled"], loaded["hidden_states"].mean(0))
     assert generator["num_prompt_tokens"] == rows
     assert "text" not in encoder
-
-
-def test_prompts_of_an_encoder_fail_alone_for_a_decoder_only_model(tmp_path: Path) -> None:
-    (tmp_path / "a.wav").touch()
-    requests = write_requests(
-        tmp_path,
-        {"request_id": "good", "prompt": "A quick brown fox"},
-        {"request_id": "pair", "encoder_prompt": "a", "decoder_prompt": "b"},
-        {"request_id": "speech", "audio": ["a.wav"]},
-    )
-    result = omni("run", "two_step", "-i", requests, *SHORT, "-q", status=1)
-    assert "=== good\n--- writer" in result.stdout
-    for name in ("pair", "speech"):
-        assert f"{name}: error: stage 'writer'" in result.stderr
-    assert "this model has no encoder beside its decoder" in result.stderr
-    assert "this model reads text and takes no sound" in result.stderr
-    pair = ("--encoder-prompt", "a", "--decoder-prompt", "b")
-    result = omni("run", "two_step", *pair, "-q", *SHORT, status=1)
-    assert result.stderr.count("this model has no encoder beside its decoder") == 1
 
 
 def inputs_of(name: str, folder: Path) -> list[str | Path]:

@@ -119,13 +119,6 @@ def test_a_chat_flag_equals_messages_of_a_request_file(tmp_path: Path, shown: li
     assert same(messages[1], chat[1]) and same(by_hand[1], chat[1])
 
 
-def test_a_chat_cannot_show_files_to_a_model_that_takes_none(shown: list[str]) -> None:
-    sound = shown[:2]
-    result = omni("run", "transcribe_then_summarize", "--chat", "What?", *sound, "-q", status=1)
-    assert "one sound without words: one message" in result.stderr
-    omni("run", "transcribe_then_summarize", "--chat", "", *sound, "-q", status=0)
-
-
 @pytest.mark.parametrize(
     ("name", "twins", "taken"),
     [
@@ -310,17 +303,6 @@ def test_a_video_without_sound_by_flag_equals_one_by_line(clip: Path, tmp_path: 
         texts += [each["describer"]["text"] for each in stages(folder)]
     listed, own_text, blind, flagged = texts
     assert listed == own_text == flagged != blind
-
-
-def test_a_model_that_sees_pictures_only_refuses_a_video(clip: Path, tmp_path: Path) -> None:
-    config = tmp_path / "pictures.yaml"
-    config.write_text(
-        "name: pictures\nstages:\n  eyes:\n    kind: autoregressive\n    model: seeded:llava\n"
-        "    sampling: {max_tokens: 2}\n    outputs: []\n    final_output: text\n"
-    )
-    result = omni("run", config, "-q", "--chat", "What is it?", "--video", clip, status=1)
-    expected = "stage 'eyes': multi_modal_data has 'video'; what can be shown is 'image'"
-    assert expected in result.stderr
 
 
 def test_videos_are_in_the_order_of_their_parts(clip: Path, tmp_path: Path) -> None:

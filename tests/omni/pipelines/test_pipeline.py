@@ -186,21 +186,6 @@ def test_a_config_becomes_its_stages(seeded: Callable[[str], str]) -> None:
     pipeline.close()
 
 
-def test_an_engine_that_cannot_be_built_names_its_stage(seeded: Callable[[str], str]) -> None:
-    config = _config(
-        {
-            "second": {
-                "kind": "autoregressive",
-                "model": seeded("qwen2"),
-                "engine": {"max_model_len": 10**6},
-                "final_output": "text",
-            }
-        }
-    )
-    with pytest.raises(ValueError, match=r"stage 'second': .*max_model_len"):
-        Pipeline.from_config(config)
-
-
 @given(st.data())
 def test_every_stage_comes_after_all_that_feed_it(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 8))

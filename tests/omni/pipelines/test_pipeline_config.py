@@ -110,21 +110,6 @@ def test_engine_config_joins_model_and_settings(tmp_path: Path) -> None:
     assert engine == EngineConfig(model=str(checkpoint), block_size=4)
 
 
-def test_any_acyclic_graph_is_allowed(tmp_path: Path) -> None:
-    """Two roots; one feeds two stages; the last has two sources."""
-    feeding = {"last": ["left", "right"], "left": ["first", "second"], "right": "first"}
-    stages: dict[str, Any] = {
-        name: {"kind": "autoregressive", "model": "seeded:qwen2"}
-        for name in (*feeding, "first", "second")
-    }
-    for name, sources in feeding.items():
-        stages[name]["inputs"] = {"transform": "token_ids_as_prompt", "from": sources}
-    stages["last"]["final_output"] = "text"
-    text = yaml.safe_dump({"name": "graph", "stages": stages}, sort_keys=False)
-    order = PipelineConfig.load(write(tmp_path, text)).topological_order()
-    assert list(order) == ["first", "second", "left", "right", "last"]
-
-
 # The setting, the location of the mistake, and the suggested fix.
 MISTAKES = rows("""
 descripton=x | descripton: unknown key | 'description'

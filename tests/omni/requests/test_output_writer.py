@@ -194,15 +194,6 @@ def test_lines_are_written_at_once_and_are_ordered_by_request_at_the_end(
     assert {file.name for file in folder.iterdir()} == {"outputs.jsonl", "run.json"}
 
 
-def test_an_interruption_keeps_the_lines_written_so_far(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt), written_run(tmp_path, FINAL, 3) as writer:
-        writer.write(2, text_output("c"))
-        writer.write(1, text_output("b"))
-        raise KeyboardInterrupt
-    assert [line["request_id"] for line in partial_lines(tmp_path)] == ["c", "b"]
-    assert not (tmp_path / "outputs.jsonl").exists()
-
-
 def test_a_run_with_missing_requests_cannot_be_finished(tmp_path: Path) -> None:
     with (
         pytest.raises(ValueError, match="1 of 2 requests are not done"),

@@ -558,9 +558,3 @@ def test_a_field_of_the_wrong_type_is_refused(fields: dict[str, Any], message: s
     with pytest.raises(ValueError) as caught:
         OmniRequest("x", **fields)
     assert message in str(caught.value)
-
-
-def test_a_request_of_the_right_form_is_made() -> None:
-    sampling = {"a": SamplingParams(), "b": {"max_tokens": 1}}
-    request = OmniRequest("x", "id", sampling=sampling, priority=-1, cache_salt="s")
-    assert request.sampling is sampling

@@ -97,12 +97,6 @@ def test_a_key_that_no_header_can_carry_is_refused(key: str):
         ServerSettings(api_keys=(key,))
 
 
-def test_the_request_limit_is_the_sum_over_all_stages():
-    config = PipelineConfig.load("two_step")
-    queue = ServedPipeline(config, ServerLimits(), Meters(())).queue
-    assert queue.max_running == 16 + 16
-
-
 @pytest.mark.parametrize("runtime", ["inline", "processes"])
 def test_a_custom_kind_of_stage_may_have_a_tokenizer(
     seeded: Callable[[str], str], tmp_path: Path, runtime: str
