@@ -1,11 +1,13 @@
 """Qwen2.5-Omni at the published size of 3 B on a CPU: load time, memory, real-time factor.
 
     python -m benchmarks.qwen_omni_3b [--folder ~/.cache/omni-pipeline/qwen-omni-3b] [--tokens 32]
+    python -m benchmarks.qwen_omni_3b --vocoders
 
 Writes a checkpoint of random weights once (7.0 GB), in the layout of the published ones: the
 products of the thinker's layers in GPTQ of 4 bits, groups of 128, all else in bfloat16. Then runs
 the shipped pipeline on it, one stage after another: a spoken question of three seconds, an answer
 of so many tokens, and its speech. Random weights never end a sequence, so the lengths are fixed.
+With ``--vocoders``, runs the vocoder alone in each format, in turn.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from collections.abc import Mapping
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Literal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -35,7 +38,7 @@ from transformers.models.qwen2_5_omni.configuration_qwen2_5_omni import (
     Qwen2_5OmniDiTConfig,
 )
 
-from engine import AudioPrompt, ChatPrompt
+from engine import AudioPrompt, ChatPrompt, CodecPrompt, GeneratorConfig, GeneratorEngine
 from engine.files.disk_cache import cache_root
 from omni import AutoregressiveStage, Omni, OmniOutput
 from omni.seeded.omni import build_qwen2_5_omni
@@ -229,6 +232,32 @@ def report(omni: Omni, output: OmniOutput) -> Table:
     return table
 
 
+def compare_vocoders(folder: Path, num_codes: int, rounds: int) -> Table:
+    """Time the vocoder in each format on the same codes, the formats in turn."""
+    codes = CodecPrompt(tuple(np.random.default_rng(0).integers(0, NUM_CODES, num_codes).tolist()))
+    engines, times = {}, {}
+    forms: tuple[Literal["int8", "int4"] | None, ...] = (None, "int8", "int4")
+    for form in forms:
+        config = GeneratorConfig(model=str(folder), part="code2wav", quantization=form)
+        engines[form], times[form] = GeneratorEngine(config), list[float]()
+    for _ in range(rounds):
+        for form, engine in engines.items():
+            started = time.perf_counter()
+            engine.add_request("utterance", codes)
+            while engine.has_unfinished_requests:
+                for output in engine.step():
+                    assert output.error is None, output.error
+            times[form].append(time.perf_counter() - started)
+    table = Table("format", "weights MiB", "s", "/ float32", title=f"{num_codes} codes")
+    for form, engine in engines.items():
+        ratios = [own / plain for own, plain in zip(times[form], times[None], strict=True)]
+        size = f"{engine._model.nbytes / 2**20:.0f}"
+        table.add_row(
+            form or "float32", size, f"{median(times[form]):.1f}", f"{median(ratios):.2f}"
+        )
+    return table
+
+
 def peak_gib() -> float:
     """Return the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -239,9 +268,14 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=cache_root() / "qwen-omni-3b")
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--codes", type=int, default=150)
+    parser.add_argument("--vocoders", action="store_true")
+    parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     if not (args.folder / "model.safetensors.index.json").is_file():
         write_checkpoint(args.folder)
+    if args.vocoders:
+        Console(width=110).print(compare_vocoders(args.folder, args.codes, args.rounds))
+        return
     started = time.perf_counter()
     with pipeline(args.folder, args.tokens, args.codes) as omni:
         print(f"loaded in {time.perf_counter() - started:.0f} s, peak {peak_gib():.1f} GiB")
