@@ -18,6 +18,8 @@ _MAX_CHARS = 65_536
 """Maximum characters of a form: reading 10 times as many takes seconds."""
 _MAX_GBNF_CHARS = 2**12
 """Maximum characters of GBNF, whose translation takes time quadratic in its length."""
+MAX_OPTIONAL_PROPERTIES = 480
+"""Maximum optional properties of one object of a schema: llguidance takes a few more."""
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*[\w-]+[ \t]*::=")
 
 JSON_STYLE: Any = {
@@ -46,7 +48,8 @@ class StructuredOutput(Settings):
 
     Raises:
         ValueError: none or several are given, or one cannot be read, uses features that llguidance
-            does not support, or is longer than 65,536 characters.
+            does not support, or is longer than 65,536 characters; or an object of the schema has
+            more than 480 optional properties.
     """
 
     json_schema: _JsonSchema | None = None
@@ -83,6 +86,15 @@ class StructuredOutput(Settings):
             raise PlacedError(
                 (name,), f"has {size} characters; forms of at most {_MAX_CHARS} are taken"
             )
+        if self.json_schema is not None:
+            with suppress(json.JSONDecodeError, RecursionError):  # llguidance reports these
+                number = most_optional_properties(json.loads(self.json_schema))
+                if number > MAX_OPTIONAL_PROPERTIES:
+                    raise PlacedError(
+                        (name,),
+                        f"an object has {number} optional properties; at most "
+                        f"{MAX_OPTIONAL_PROPERTIES} are taken",
+                    )
         from llguidance import LLMatcher  # imported only if a form is requested
 
         try:
@@ -129,6 +141,19 @@ def without_unknown_formats(schema: Any) -> Any:
         for key, value in schema.items()
         if key != "format" or not isinstance(value, str) or _is_known_format(value)
     }
+
+
+def most_optional_properties(schema: Any) -> int:
+    """Return the number of optional properties of the object of a schema that has most."""
+    if isinstance(schema, list):
+        return max(map(most_optional_properties, schema), default=0)
+    if not isinstance(schema, dict):
+        return 0
+    properties, required = schema.get("properties"), schema.get("required")
+    own = set(properties) if isinstance(properties, dict) else set[str]()
+    if isinstance(required, list):
+        own -= {name for name in required if isinstance(name, str)}
+    return max(len(own), *map(most_optional_properties, schema.values()), 0)
 
 
 _VALUE_KEYS = frozenset(("const", "enum", "default", "examples"))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from copy import copy
+from functools import lru_cache
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from engine.resources.device import upload
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
+_MAX_CACHED_FORMS = 32
 _NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
 
 
@@ -73,6 +75,8 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._lock = Lock()
         self._tokens: LLTokenizer | None = None
+        # Requests often repeat a form, such as the same tools, and each is checked before it runs.
+        self._compile_form = lru_cache(_MAX_CACHED_FORMS)(self._compile_uncached)
 
     def compile(self, wanted: StructuredOutput | None) -> TokenGrammar | None:
         """Compile a grammar, positioned at its beginning; None if no form is requested.
@@ -82,8 +86,9 @@ class GrammarCompiler:
         Raises:
             ValueError: the checkpoint's tokenizer or model does not support it.
         """
-        if wanted is None:
-            return None
+        return None if wanted is None else self._compile_form(wanted.compiled_form()).copy()
+
+    def _compile_uncached(self, form: str) -> TokenGrammar:
         from llguidance import LLMatcher, LLParserLimits  # imported only if a form is requested
 
         with self._lock:
@@ -91,7 +96,7 @@ class GrammarCompiler:
                 self._tokens = self._read_tokens()
         # A tenth of the default: enough for forms of the maximum size; others fail within 30 ms.
         limits = LLParserLimits(initial_lexer_fuel=100_000)
-        matcher = LLMatcher(self._tokens, wanted.compiled_form(), log_level=0, limits=limits)
+        matcher = LLMatcher(self._tokens, form, log_level=0, limits=limits)
         grammar = TokenGrammar(matcher, self._eos_token_ids)
         # A grammar that matches nothing or is too large fails at the first token: try it here.
         first = grammar.copy()

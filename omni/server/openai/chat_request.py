@@ -22,10 +22,12 @@ from engine.interface.settings import explain_validation_error
 from omni.pipelines.pipeline_config import ToolFormat
 from omni.requests.request_line import text_or
 from omni.server.openai.tools import (
+    AllowedTools,
     FunctionTool,
     NamedTool,
     RequestedCall,
     ToolCallParser,
+    ToolChoice,
     call_grammar,
     check_tools,
 )
@@ -331,6 +333,13 @@ class InputAudio(ApiModel):
     format: Literal["wav", "mp3", "flac", "ogg"]
 
 
+def refusal_as_text(part: Any) -> Any:
+    """Return the refusal of an earlier answer as a part of text, any other part unchanged."""
+    if isinstance(part, dict) and part.get("type") == "refusal":
+        return {"type": "text", "text": part.get("refusal")}
+    return part
+
+
 class ContentPart(ApiModel):
     """A part of a message; only the field named by ``type`` is set."""
 
@@ -370,17 +379,23 @@ class ChatMessage(ApiModel):
 
     Only the text of a spoken answer is used: its content, else the transcript of its ``audio``,
     else the text stored by the server under the audio's id. An earlier answer with tool calls needs
-    no content, and a message of the role ``tool`` has the output of a call. ``reasoning_content``
-    (``reasoning`` in newer clients) is for the chat template, which may show or leave it out.
+    no content, and a message of the role ``tool`` has the output of a call. The ``refusal`` of an
+    earlier answer is its text. ``reasoning_content`` (``reasoning`` in newer clients) is for the
+    chat template, which may show or leave it out.
     """
 
-    not_supported: ClassVar = dict.fromkeys(("refusal", "function_call", "annotations"), ())
+    without_effect: ClassVar = frozenset(("annotations",))
+    not_supported: ClassVar = dict.fromkeys(("refusal", "function_call"), ())
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
         Annotated[
             Annotated[str, Tag("text")]
-            | Annotated[list[ContentPart], Field(min_length=1), Tag("list")],
+            | Annotated[
+                list[Annotated[ContentPart, BeforeValidator(refusal_as_text)]],
+                Field(min_length=1),
+                Tag("list"),
+            ],
             text_or("list", (list, tuple), "text or a list of parts"),
         ]
         | None
@@ -392,6 +407,14 @@ class ChatMessage(ApiModel):
     reasoning_content: str | None = Field(
         default=None, validation_alias=AliasChoices("reasoning_content", "reasoning")
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_refusal_as_text(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("role") == "assistant" and data.get("refusal"):
+            said = {key: value for key, value in data.items() if key != "refusal"}
+            return said | {"content": data.get("content") or data["refusal"]}
+        return data
 
     @model_validator(mode="after")
     def _check_role_fields(self) -> ChatMessage:
@@ -452,7 +475,8 @@ class ChatRequest(TextRequest):
         "functions": (),
         "function_call": ("none", "auto"),
         **dict.fromkeys(("web_search_options", "mm_processor_kwargs"), ()),
-        **dict.fromkeys(("add_generation_prompt", "include_reasoning"), (True,)),
+        "add_generation_prompt": (True,),
+        "include_reasoning": (True, False),
         **dict.fromkeys(("continue_final_message", "add_special_tokens", "echo"), (False,)),
     }
 
@@ -464,7 +488,7 @@ class ChatRequest(TextRequest):
     modalities: list[Literal["text", "audio"]] = Field(default=["text"], min_length=1)
     audio: AudioOptions | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None
@@ -510,6 +534,9 @@ class ChatRequest(TextRequest):
     @property
     def offered_tools(self) -> list[FunctionTool]:
         """The tools shown to the model."""
+        if isinstance(self.tool_choice, AllowedTools):
+            names = {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+            return [tool for tool in self.tools or () if tool.function.name in names]
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
@@ -518,7 +545,10 @@ class ChatRequest(TextRequest):
         if isinstance(self.tool_choice, NamedTool):
             name = self.tool_choice.function.name
             return [tool for tool in self.offered_tools if tool.function.name == name]
-        return self.offered_tools if self.tool_choice == "required" else None
+        choice = self.tool_choice
+        if isinstance(choice, AllowedTools):
+            choice = choice.allowed_tools.mode
+        return self.offered_tools if choice == "required" else None
 
     def tool_parser(self, form: ToolFormat) -> ToolCallParser:
         """Create the parser of one completion's tool calls."""

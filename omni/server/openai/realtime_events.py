@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 
 from engine.interface.placed_error import PlacedError
 from omni.server.openai.chat_request import ChatRequest, Voice
-from omni.server.openai.responses import FunctionToolParts, NamedFunction, to_chat_tools
+from omni.server.openai.responses import FunctionChoice, FunctionToolParts, to_chat_tools
 from omni.server.openai.tools import JsonObject
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import ApiModel, check_part, parse_json
@@ -150,7 +150,7 @@ class ResponseOptions(ApiModel):
     max_output_tokens: Annotated[int, Field(ge=1)] | Literal["inf"] | None = None
     temperature: float | None = None
     tools: list[FunctionToolParts] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     stages: dict[str, dict[str, Any]] | None = None
 

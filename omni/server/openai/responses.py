@@ -13,16 +13,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.interface.placed_error import PlacedError
 from omni.server.openai.answers import Usage, usage_of
 from omni.server.openai.chat import Chat
-from omni.server.openai.chat_request import NEUTRAL, ChatRequest, SampledRequest, StructuredOutputs
+from omni.server.openai.chat_request import (
+    NEUTRAL,
+    ChatRequest,
+    SampledRequest,
+    StructuredOutputs,
+    refusal_as_text,
+)
 from omni.server.openai.tools import FunctionName, FunctionParts, ToolCall, add_call
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import ApiModel
@@ -53,7 +59,12 @@ class ContentPart(ApiModel):
 
 
 _Content = (
-    Annotated[str, Tag("text")] | Annotated[list[ContentPart], Field(min_length=1), Tag("list")]
+    Annotated[str, Tag("text")]
+    | Annotated[
+        list[Annotated[ContentPart, BeforeValidator(refusal_as_text)]],
+        Field(min_length=1),
+        Tag("list"),
+    ]
 )
 
 
@@ -142,14 +153,32 @@ class NamedFunction(FunctionName):
     type: Literal["function"]
 
 
+class AllowedFunctions(ApiModel):
+    """The tools that the model may call, or must call one of."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction] = Field(min_length=1)
+
+
+FunctionChoice: TypeAlias = Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions
+"""Whether and which tools the model may or must call."""
+
+
 def to_chat_tools(
-    tools: Sequence[FunctionToolParts] | None, choice: str | NamedFunction | None
+    tools: Sequence[FunctionToolParts] | None, choice: FunctionChoice | None
 ) -> dict[str, Any]:
     """Convert tools and the tool choice to the fields of a chat request."""
     functions = [tool.model_dump(exclude={"type", "strict"}) for tool in tools or ()]
     named: Any = choice
     if isinstance(choice, NamedFunction):
         named = {"type": "function", "function": {"name": choice.name}}
+    elif isinstance(choice, AllowedFunctions):
+        allowed = [{"type": "function", "function": {"name": x.name}} for x in choice.tools]
+        named = {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": choice.mode, "tools": allowed},
+        }
     return {
         "tools": [{"type": "function", "function": each} for each in functions],
         "tool_choice": named,
@@ -206,7 +235,7 @@ class ResponsesRequest(SampledRequest):
         "background": (False,),
         **dict.fromkeys(("conversation", "prompt", "mm_processor_kwargs"), ()),
         "top_logprobs": (0,),
-        "truncation": ("disabled",),
+        "truncation": ("disabled", "auto"),  # input that does not fit is refused
     }
 
     model: str
@@ -224,7 +253,7 @@ class ResponsesRequest(SampledRequest):
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     structured_outputs: StructuredOutputs | None = None
     tools: list[FunctionToolParts] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: FunctionChoice | None = None
     parallel_tool_calls: bool = True
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None

@@ -23,9 +23,14 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Discriminator, Field, Tag
 
-from engine.interface.structured_output import JSON_STYLE, without_unknown_formats
+from engine.interface.structured_output import (
+    JSON_STYLE,
+    MAX_OPTIONAL_PROPERTIES,
+    most_optional_properties,
+    without_unknown_formats,
+)
 from omni.pipelines.pipeline_config import ToolFormat
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import ApiModel
@@ -62,6 +67,41 @@ class NamedTool(ApiModel):
 
     type: Literal["function"]
     function: FunctionName
+
+
+class AllowedToolNames(ApiModel):
+    """The tools that the model may call, or must call one of."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool] = Field(min_length=1)
+
+
+class AllowedTools(ApiModel):
+    """A choice among the tools; the others are not shown to the model."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedToolNames
+
+
+def _kind_of_choice(value: Any) -> str | None:
+    if isinstance(value, str):
+        return "mode"
+    kind = getattr(value, "type", None) or (isinstance(value, dict) and value.get("type"))
+    return kind if kind in ("function", "allowed_tools") else None
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("mode")]
+    | Annotated[NamedTool, Tag("function")]
+    | Annotated[AllowedTools, Tag("allowed_tools")],
+    Discriminator(
+        _kind_of_choice,
+        custom_error_type="no_choice",
+        custom_error_message="Input should be none, auto, required, or an object of the type "
+        "function or allowed_tools",
+    ),
+]
+"""Whether and which tools the model may or must call."""
 
 
 def _check_json_object(value: str) -> str:
@@ -113,7 +153,7 @@ class ToolCall(Struct, kw_only=True):
     index: int | UnsetType = UNSET
 
 
-def check_tools(tools: Sequence[FunctionTool], choice: str | NamedTool | None) -> None:
+def check_tools(tools: Sequence[FunctionTool], choice: ToolChoice | None) -> None:
     """Refuse too many tools, duplicate names, and the choice of a missing tool."""
     if len(tools) > _MAX_TOOLS:
         raise ApiError.bad_field("tools", f"at most {_MAX_TOOLS} are taken, got {len(tools)}")
@@ -121,11 +161,16 @@ def check_tools(tools: Sequence[FunctionTool], choice: str | NamedTool | None) -
     for index, name in enumerate(names):
         if name in names[:index]:
             raise ApiError.bad_field(f"tools[{index}].function.name", f"{name!r} is there twice")
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        raise ApiError.bad_field(
-            "tool_choice.function.name",
-            f"{choice.function.name!r} is none of the tools; they are {', '.join(names) or 'none'}",
-        )
+    chosen = {"tool_choice.function.name": choice} if isinstance(choice, NamedTool) else {}
+    if isinstance(choice, AllowedTools):
+        place = "tool_choice.allowed_tools.tools"
+        allowed = choice.allowed_tools.tools
+        chosen = {f"{place}[{index}].function.name": each for index, each in enumerate(allowed)}
+    for place, tool in chosen.items():
+        if tool.function.name not in names:
+            known = ", ".join(names) or "none"
+            name = tool.function.name
+            raise ApiError.bad_field(place, f"{name!r} is none of the tools; they are {known}")
     if choice == "required" and not tools:
         raise ApiError.bad_field("tool_choice", "needs tools to choose from")
 
@@ -148,6 +193,13 @@ def call_grammar(tools: Sequence[FunctionTool], *, several: bool) -> str:
         function = tool.function
         begin = f'{{"name": {json.dumps(function.name)}, "arguments": '
         schema = function.parameters or {"type": "object", "additionalProperties": False}
+        number = most_optional_properties(schema)
+        if number > MAX_OPTIONAL_PROPERTIES:
+            raise ApiError.bad_field(
+                "tools",
+                f"an object in {function.name!r} has {number} optional properties; at most "
+                f"{MAX_OPTIONAL_PROPERTIES} are taken if a call is required",
+            )
         styled = json.dumps({"x-guidance": JSON_STYLE} | without_unknown_formats(schema))
         lines += [f'{call}: {json.dumps(begin)} {call}_args "}}"', f"{call}_args: %json {styled}"]
     return "\n".join(lines)

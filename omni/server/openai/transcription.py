@@ -155,6 +155,11 @@ _UNLIMITED_S = 1e6
 _MAX_REPEATS = 8
 """Maximum repeats of the same words in a row, unless set by the stage; more are a loop."""
 _MAX_FIELDS = 20
+# Of OpenAI's detector, accepted and ignored.
+_DETECTOR_SETTINGS = {
+    f"chunking_strategy[{name}]"
+    for name in ("prefix_padding_ms", "silence_duration_ms", "threshold")
+}
 """Maximum number of fields, and of files, in a form."""
 
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
@@ -252,7 +257,7 @@ async def read_transcription(request: Request) -> tuple[TranscriptionRequest, by
         given: dict[str, Any] = {}
         for key in form:
             name = key.removesuffix("[]").replace("chunking_strategy[type]", "chunking_strategy")
-            if not name.startswith("chunking_strategy["):  # detector settings, ignored
+            if name not in _DETECTOR_SETTINGS:
                 given[name] = _value_of(key, form.getlist(key))
         file = given.pop("file", None)
         if not isinstance(file, UploadFile):

@@ -655,6 +655,26 @@ def test_any_object_is_json(forming: LLMEngine) -> None:
         assert isinstance(json.loads(text), dict)
 
 
+def optional_properties(number: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{each}": {} for each in range(number)}}
+
+
+def test_the_maximum_of_optional_properties_is_taken(forming: LLMEngine) -> None:
+    wanted = params(0, json_schema=optional_properties(480)).model_copy(update={"max_tokens": 40})
+    (output,) = forming.generate([TextPrompt("An object:")], wanted)
+    assert (completion(output).text or "").startswith("{")
+
+
+def test_a_form_is_compiled_once_for_all_its_requests(forming: LLMEngine) -> None:
+    wanted = params(0, regex="[a-z]{2,4}!")
+    compiled = forming._inputs._grammars._compile_form
+    before = compiled.cache_info().misses
+    for _ in range(3):
+        (output,) = forming.generate([TextPrompt("Letters:")], wanted)
+        assert re.fullmatch("[a-z]{2,4}!", completion(output).text or "")
+    assert compiled.cache_info().misses == before + 1
+
+
 @pytest.mark.parametrize(
     ("form", "message"),
     [
@@ -670,6 +690,7 @@ def test_any_object_is_json(forming: LLMEngine) -> None:
         ({"json_schema": {"if": {}}}, 'Unimplemented keys: \\["if"\\]'),
         ({"json_schema": {"$ref": "http://localhost/a"}}, "json_schema: cannot be read"),
         ({"grammar": "start: foo"}, 'unknown name: "foo"'),
+        ({"json_schema": {"items": optional_properties(481)}}, "an object has 481 optional"),
         ({"choice": ()}, "choice: must not be empty"),
         ({"regex": "a" * 70_000}, "regex: has 70000 characters; forms of at most 65536"),
     ],

@@ -228,7 +228,7 @@ def test_sampling_fields_and_metadata_are_accepted(client: openai.OpenAI) -> Non
         ({"input": [{"role": "user"}]}, "input[0].content", "missing"),
         ({"tools": [{"type": "web_search", "name": "a"}]}, "tools[0].type", "should be"),
         ({"background": True}, "background", "not supported"),
-        ({"truncation": "auto"}, "truncation", "not supported"),
+        ({"truncation": "middle"}, "truncation", "not supported"),
         ({"max_output_tokens": -1}, "max_output_tokens", "greater than or equal to 0"),
         (
             {"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "x"}}}},

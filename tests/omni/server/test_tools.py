@@ -81,6 +81,45 @@ def test_a_named_tool_is_called(client: openai.OpenAI) -> None:
         assert name == "add"
 
 
+@pytest.mark.parametrize("mode", ["required", "auto"])
+def test_only_allowed_tools_are_shown_and_called(client: openai.OpenAI, mode: str) -> None:
+    add = {"type": "function", "function": {"name": "add"}}
+    allowed: Any = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [add]}}
+    asked: Any = ASKED | {"max_tokens": 64, "seed": 1, "parallel_tool_calls": False}
+    many = client.chat.completions.create(**asked, tools=TOOLS, tool_choice=allowed)
+    one = client.chat.completions.create(**asked, tools=TOOLS[1:2], tool_choice=mode)
+    assert many.usage.prompt_tokens == one.usage.prompt_tokens
+    assert many.choices[0].message.content == one.choices[0].message.content
+    if mode == "required":
+        ((name, _),) = called(many.choices[0].message)
+        assert name == "add"
+    functions: Any = [tool["function"] | {"type": "function"} for tool in TOOLS]
+    choice: Any = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function"}]}
+    choice["tools"][0]["name"] = "add"
+    asked = {"model": "chat", "input": "How is the weather?", "temperature": 0.0}
+    asked |= {"max_output_tokens": 64, "parallel_tool_calls": False, "truncation": "auto"}
+    response = client.responses.create(**asked, tools=functions, tool_choice=choice)
+    same = client.responses.create(**asked, tools=functions[1:2], tool_choice=mode)
+    assert response.output_text == same.output_text
+    assert response.usage.input_tokens == same.usage.input_tokens
+
+
+def test_an_earlier_refusal_is_text(client: openai.OpenAI) -> None:
+    asked = {key: value for key, value in SHORT.items() if key != "messages"} | {"seed": 3}
+    forms: list[Any] = [
+        {"content": "I cannot."},
+        {"content": None, "refusal": "I cannot.", "annotations": []},
+        {"content": [{"type": "refusal", "refusal": "I cannot."}]},
+    ]
+    answers = set()
+    for form in forms:
+        messages = [*SHORT["messages"], {"role": "assistant", **form}, *SHORT["messages"]]
+        answer = client.chat.completions.create(**asked, messages=messages)
+        assert answer.usage
+        answers.add((answer.choices[0].message.content, answer.usage.prompt_tokens))
+    assert len(answers) == 1
+
+
 def test_a_conversation_continues_after_a_call(server: LiveServer, client: openai.OpenAI) -> None:
     required: Any = ASKED | {"tools": TOOLS, "seed": 1, "parallel_tool_calls": False}
     message = client.chat.completions.create(**required, tool_choice="required").choices[0].message
@@ -159,6 +198,25 @@ FUNCTION = {"type": "function", "function": {"name": "add"}}
             "'b' is none of the tools; they are add",
         ),
         (
+            {
+                "tools": [FUNCTION],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {
+                        "mode": "auto",
+                        "tools": [{"type": "function", "function": {"name": "b"}}],
+                    },
+                },
+            },
+            "tool_choice.allowed_tools.tools[0].function.name",
+            "'b' is none of the tools; they are add",
+        ),
+        (
+            {"tools": [FUNCTION], "tool_choice": {"type": "custom"}},
+            "tool_choice",
+            "should be none, auto, required, or a mapping of the type function or allowed_tools",
+        ),
+        (
             {"tools": [FUNCTION], "tool_choice": "required", "guided_regex": "a"},
             "tool_choice",
             "requires a call, and guided_regex a text",
@@ -180,11 +238,20 @@ def test_wrong_tools_are_reported_with_their_field(
 
 def test_ten_thousand_properties_are_refused(client: openai.OpenAI) -> None:
     properties = {f"property{number}": {"type": "string"} for number in range(10_000)}
-    big = {"name": "big", "parameters": {"type": "object", "properties": properties}}
+    big: dict[str, Any] = {
+        "name": "big",
+        "parameters": {"type": "object", "properties": properties},
+    }
     tools: Any = [{"type": "function", "function": big}]
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**ASKED, tools=tools, tool_choice="required")
-    assert caught.value.param == "tools" and "at most 65536 are taken" in str(caught.value)
+    assert caught.value.param == "tools" and "10000 optional properties" in str(caught.value)
+    auto = client.chat.completions.create(**SHORT, tools=tools[:1], tool_choice="none")
+    assert auto.choices[0].message.content
+    del properties["property0"]
+    big["parameters"]["required"] = list(properties)
+    with pytest.raises(openai.BadRequestError, match="at most 65536 are taken"):
+        client.chat.completions.create(**ASKED, tools=tools, tool_choice="required")
 
 
 def call(arguments: str) -> dict[str, Any]:
