@@ -184,7 +184,7 @@ class RealtimeSession:
                     await self._add(item, event.previous_item_id)
                 case AboutItem(type="conversation.item.retrieve") as event:
                     item = self._conversation.find(event.item_id, "retrieve")
-                    shown = await asyncio.to_thread(item.describe, with_sound=True)
+                    shown = await asyncio.to_thread(item.describe, self._input.form)
                     await self._send("conversation.item.retrieved", item=shown)
                 case AboutItem() as event:
                     self._conversation.delete(event.item_id)

@@ -254,14 +254,18 @@ class Part:
     sound: Sound | None = None
     transcription: asyncio.Task[None] | None = None
 
-    def describe(self, *, with_sound: bool = False) -> dict[str, Any]:
-        """Return the part in the format of events."""
+    def describe(self, form: AudioFormat | None = None) -> dict[str, Any]:
+        """Return the part in the format of events; with its sound in ``form``, if given."""
         if self.sound is None:
             name = "transcript" if self.kind == "output_audio" else "text"
             return {"type": self.kind, name: self.text}
-        content = b64encode(self.sound.samples).decode() if with_sound else None
-        more = {"audio": content} if with_sound else {}
-        return {"type": self.kind, "transcript": self.text or None, **more}
+        described: dict[str, Any] = {"type": self.kind, "transcript": self.text or None}
+        if form is not None:
+            content = self.sound.samples
+            if form.type in _SUBTYPES and self.sound.rate == form.rate:
+                content = telephone_code(content, form.type)
+            described["audio"] = b64encode(content).decode()
+        return described
 
 
 @dataclass(slots=True, kw_only=True)
@@ -315,12 +319,12 @@ class ConversationItem:
         """Text and transcripts of all parts."""
         return " ".join(part.text for part in self.parts if part.text)
 
-    def describe(self, *, with_sound: bool = False) -> Mapping[str, Any]:
-        """Return the item in the format of events."""
+    def describe(self, form: AudioFormat | None = None) -> Mapping[str, Any]:
+        """Return the item in the format of events; with its sound in ``form``, if given."""
         head = {"id": self.id, "object": "realtime.item", "type": self.type, "status": self.status}
         if self.type != "message":
             return head | self.call
-        parts = [part.describe(with_sound=with_sound) for part in self.parts]
+        parts = [part.describe(form) for part in self.parts]
         return head | {"role": self.role, "content": parts}
 
     def keep_heard(self, seconds: float) -> None:
