@@ -162,7 +162,7 @@ class AllowedFunctions(ApiModel):
 
 
 FunctionChoice: TypeAlias = Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions
-"""Whether and which tools the model may or must call."""
+"""The tools that the model may or must call."""
 
 
 def to_chat_tools(

@@ -101,7 +101,7 @@ ToolChoice = Annotated[
         "function or allowed_tools",
     ),
 ]
-"""Whether and which tools the model may or must call."""
+"""The tools that the model may or must call."""
 
 
 def _check_json_object(value: str) -> str:
