@@ -58,6 +58,7 @@ _NAMES_IN_LAYERS = {
 _EXPERTS_IN_LAYERS = {
     f"ffn_{kind}_exps": f"mlp.experts.{{}}.{kind}_proj" for kind in ("gate", "up", "down")
 }
+# Each gets names of its own; published models have a few hundred.
 _MAX_EXPERTS = 1024
 # transformers' names of architectures, where they differ.
 _ARCHITECTURES = {"qwen3moe": "qwen3_moe"}

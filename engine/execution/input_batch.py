@@ -141,8 +141,10 @@ class ModelInputs:
 class ModelInputBuilder:
     """Builder of a step's inputs from the scheduled requests.
 
-    ``items`` are None for a model that accepts none, and a group without attention has no backend.
-    New pages that are read before they are full are cleared.
+    Attributes:
+        memory: the pages; new pages that are read before they are full are cleared.
+        items: rows of multimodal items; None for a model that accepts none.
+        backends: one per group of the memory; None for a group without attention.
     """
 
     model: CausalModel
@@ -176,8 +178,11 @@ class ModelInputBuilder:
     ) -> ModelInputs:
         """Build the model inputs; the tower rows of the step must be in their pages.
 
-        All host arrays are uploaded in one copy, ``extra`` ones last, to ``place``; see
-        :func:`upload`.
+        All host arrays are uploaded in one copy.
+
+        Args:
+            extra: further arrays that the caller needs on the device; they are copied last.
+            place: provides the target buffer; see :func:`upload`.
         """
         arrays = step_arrays(step, self.memory) | {
             "token_ids": step.token_ids,

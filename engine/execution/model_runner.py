@@ -323,9 +323,12 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> list[SampledToken]:
         """Run the scheduled tokens, write their output rows, and sample after complete prompts.
 
-        Returns an entry for each request that samples, and for each that failed individually.
-        Raises any error of the model, and ``ValueError`` for rows of encoders and towers that are
-        not finite.
+        Returns:
+            One entry for each request that samples, and for each that failed individually.
+
+        Raises:
+            ValueError: if an encoder or a tower returned rows that are not finite.
+            Exception: any error of the model.
         """
         with on_device(self._device):
             return self._execute(output)
@@ -585,7 +588,7 @@ class ModelRunner:
         if not sampling:
             return []
         ends = hidden_states.index_select(0, rows)
-        states = [(r.prompt_choice or r).sampling for r in sampling]
+        states = [request.next_sampling for request in sampling]
         chosen = self._sampler.sample(self._model.compute_logits(ends), states)
         token_ids = chosen.token_ids
         further: list[tuple[int, ...]] = [()] * len(states)

@@ -152,10 +152,16 @@ sys.exit(main(answers))
 
 
 class Followers:
-    """Leader's handle of the processes that compute the other shards; ``shards`` are its own.
+    """Leader's handle of the processes that compute the other shards.
 
-    ``config_of`` returns the engine settings of a rank, as JSON. Raises ``FollowerError`` if a
-    process does not start; its output is on standard error.
+    Args:
+        config_of: returns the engine settings of a rank, as JSON.
+
+    Raises:
+        FollowerError: if one of them does not start; its output is on standard error.
+
+    Attributes:
+        shards: the leader's shards.
     """
 
     def __init__(self, size: int, config_of: Callable[[int], str], device: torch.device) -> None:

@@ -389,9 +389,14 @@ class DecoderPromptRule:
     _names_of_start: tuple[str, ...] = ("decoder_start_token_id", "bos_token_id")
 
     def prompt_ids(self, encoder: EncoderPrompt | None, decoder: DecoderPrompt | None) -> list[int]:
-        """Return the ids that the decoder continues; without its prompt, the default ones.
+        """Return the ids that the decoder continues.
 
-        Raises ``ValueError`` if the prompt is of another kind, empty, or has unknown ids.
+        Args:
+            decoder: the user's decoder prompt; None means the default prompt.
+
+        Raises:
+            ValueError: the prompt is of a kind that this decoder does not accept, empty, or has
+                unknown ids.
         """
         if decoder is None:
             return self._default(encoder)
@@ -475,9 +480,13 @@ class DecoderPromptRule:
 class EncoderDecoderPromptProcessor(PromptProcessor):
     """Splits prompts between the encoder and the decoder of one model.
 
-    A lone text or lone ids are the encoder's prompt, or with ``text_is_for_decoder`` the decoder's,
-    without any encoder input. Raises ``ValueError`` if a feature extractor, an image processor or a
-    start token is missing.
+    Args:
+        encoder_inputs: factory of the maker of encoder inputs.
+        text_is_for_decoder: True if a lone text or lone ids are the decoder's prompt, without any
+            encoder input; else they are the encoder's.
+
+    Raises:
+        ValueError: a feature extractor, an image processor or a start token is missing.
     """
 
     is_encoder_decoder = True

@@ -27,10 +27,15 @@ _SEED_STEP = 2**40
 
 
 class InputProcessor:
-    """Validates and builds requests, with the ``prompts`` processor of this kind of model.
+    """Validates and builds requests.
 
-    ``generation`` is the checkpoint's ``generation_config.json``, empty if there is none, and gives
-    the ``sampling_defaults``; requests without a seed get one of a generator with this ``seed``.
+    Args:
+        prompts: resolves the prompts of this kind of model.
+        seed: seed of the generator for requests without a seed.
+        generation: the checkpoint's ``generation_config.json``; empty if there is none.
+
+    Attributes:
+        sampling_defaults: the checkpoint's defaults of ``SamplingParams`` fields.
     """
 
     def __init__(
@@ -64,10 +69,15 @@ class InputProcessor:
         self._grammars = GrammarCompiler(tokenizer, self._eos_token_ids, self._num_choices)
 
     def process(self, new: NewRequest) -> list[Request]:
-        """Build one request per completion, with ids that begin with the new one's. Thread-safe.
+        """Build one request per completion (``sampling.n``). Thread-safe.
 
-        Raises ``ValueError`` if the prompt is invalid or can never fit the pool, or the parameters
-        exceed limits or are not supported by the checkpoint.
+        Args:
+            new: the new request; its id is, or begins, the id of each built request.
+
+        Raises:
+            ValueError: the prompt is empty, too long, of the wrong width or type, holds unknown
+                ids or unreadable or unsupported items, or can never fit the pool; or the
+                parameters exceed limits, or are not supported by the checkpoint.
         """
         params, limits = new.sampling or SamplingParams(), self._fit_check.limits.requests
         limits.check_sampling(params)

@@ -53,7 +53,7 @@ from engine.media.image_file import image_features, load_image_processor
 from engine.media.media_source import MediaSource
 from engine.media.sound_file import SampleReader, SpectrogramExtractor, load_extractor
 from engine.media.video_file import VideoInfo, probe_video, read_frames, read_soundtrack
-from engine.requests.encoder_input import Modality, MultiModalInput, PromptPositions
+from engine.requests.encoder_input import Modality, MultiModalInput, PromptPositions, item_spans
 from prefix_cache import ContentSpan
 
 
@@ -232,7 +232,7 @@ class VideoFeatureMaker(FeatureMaker):
         info = probe_video(source, self.limits)
         depth = int(self.processor.temporal_patch_size)
         indices = self.sampling.choose(info, depth)
-        pixels, grid = self._patches(source, info, indices, check_rows)
+        pixels, grid = self._patches(self._frames(source, info, indices), indices, check_rows)
         sampled_fps = len(indices) / info.num_frames * info.fps
         audio = None
         if hears and prompt.use_audio and info.has_sound:
@@ -242,24 +242,14 @@ class VideoFeatureMaker(FeatureMaker):
         timestamps = [(first + last) / 2 / info.fps for first, last in ends]
         return VideoFeatures(pixels, grid, depth / sampled_fps, audio, timestamps)
 
-    def _patches(
-        self,
-        source: MediaSource,
-        info: VideoInfo,
-        indices: list[int],
-        check_rows: Callable[[int], None],
-    ) -> tuple[Tensor, tuple[int, int, int]]:
-        """Process frames one by one; stack ``(patches, values)`` in time, and return their grid.
-
-        The image processor's patch repeats one frame over its depth.
-        """
-        processor, merge = self.processor, int(self.processor.merge_size)
-        depth, side = int(processor.temporal_patch_size), int(processor.patch_size)
-        size = self.sampling.size(len(indices), depth, side * merge)
-        num_grids = -(-len(indices) // depth)
-        whole: Tensor | None = None
-        index = 0
-        for index, pixels in enumerate(read_frames(source, info, indices, self.limits)):
+    def _frames(
+        self, source: MediaSource, info: VideoInfo, indices: list[int]
+    ) -> Iterator[tuple[Tensor, list[int]]]:
+        """Yield each frame's patches ``(patches, values)`` and grid, by the image processor."""
+        processor = self.processor
+        side = int(processor.patch_size) * int(processor.merge_size)
+        size = self.sampling.size(len(indices), int(processor.temporal_patch_size), side)
+        for pixels in read_frames(source, info, indices, self.limits):
             image = Image.fromarray(pixels)
             try:
                 with turn_of(processor):
@@ -268,13 +258,25 @@ class VideoFeatureMaker(FeatureMaker):
                 raise ValueError(
                     f"frames of {image.width} x {image.height} pixels cannot be processed: {error}"
                 ) from error
-            patches = output["pixel_values"]
+            yield output["pixel_values"], output["image_grid_thw"][0].tolist()
+
+    def _patches(
+        self,
+        frames: Iterator[tuple[Tensor, list[int]]],
+        indices: list[int],
+        check_rows: Callable[[int], None],
+    ) -> tuple[Tensor, tuple[int, int, int]]:
+        """Stack frames in time: an image's patch repeats one frame over its depth."""
+        depth, side = int(self.processor.temporal_patch_size), int(self.processor.patch_size)
+        num_grids = -(-len(indices) // depth)
+        whole: Tensor | None = None
+        index = 0
+        for index, (patches, (_, height, width)) in enumerate(frames):
             parts = patches.view(len(patches), -1, depth, side * side)
             if whole is None:
                 # Checked before the other frames are decoded.
-                check_rows(num_grids * len(patches) // merge**2)
+                check_rows(num_grids * len(patches) // int(self.processor.merge_size) ** 2)
                 whole = torch.empty(num_grids, *parts.shape)
-                _, height, width = output["image_grid_thw"][0].tolist()
                 grid = num_grids, height, width
             whole[index // depth, :, :, index % depth] = parts[:, :, 0]
         if whole is None:
@@ -454,6 +456,10 @@ def load_feature_makers(
     """Load a checkpoint's processors for the inputs of a model's towers.
 
     A missing processor is reported in the log, and in the error of each request that needs it.
+
+    Args:
+        towers: the model's towers, by modality.
+        trust_remote_code: True if the processors' own Python code may run.
     """
     trust = {"trust_remote_code": trust_remote_code}
     makers: dict[Modality, FeatureMaker] = {}
@@ -502,11 +508,17 @@ class AudioInVideo:
     def interleave(
         self, video: MultiModalInput, sound: MultiModalInput, times: tuple[Tensor, Tensor]
     ) -> tuple[MultiModalInput, ...]:
-        """Split a video, at its placeholder, and its sound into contiguous pieces, in order.
+        """Split a video and its sound into pieces, in the order of their positions.
 
-        ``times`` are the non-decreasing positions of each one's rows, by the model itself, so that
-        a row is in the chunk of its position. (At a few odd frame rates, such as 2/49 s per grid,
-        transformers' processor rounds differently from its model.)
+        Args:
+            video: the whole video, at the position of its placeholder.
+            times: non-decreasing positions of each one's rows, from its beginning. They are the
+                model's own, so that a row is in the chunk of its position. (At a few odd frame
+                rates, such as 2/49 s per grid, transformers' processor rounds differently from its
+                model, and a grid on the border of two chunks falls into the other one.)
+
+        Returns:
+            The pieces, contiguous from the position after :attr:`begin_id`.
         """
         # Each block's key covers both items: a row's position depends on how both are split.
         digest = hashlib.sha256(video.content_hash + sound.content_hash).digest()
@@ -567,10 +579,14 @@ class ItemSide:
     def position_ids(
         self, prompt_ids: Sequence[int], multimodal_inputs: Sequence[MultiModalInput]
     ) -> Tensor | None:
-        """Return the positions of a prompt's tokens, given its items in order; None: the indices.
+        """Return the positions of a prompt's tokens, if they are not the indices.
 
-        They are ``(num_position_axes, len(prompt_ids))`` int64 on the CPU; generated tokens follow
-        one by one after the last token's largest position.
+        Args:
+            multimodal_inputs: its items in the order of their offsets.
+
+        Returns:
+            ``(num_position_axes, len(prompt_ids))`` int64 on the CPU; generated tokens follow
+            one by one after the last token's largest position. None if positions are indices.
         """
         return None
 
@@ -637,7 +653,7 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
         table = self._model.position_ids(expanded, inputs)
         return PromptContent(
             expanded,
-            tuple(dict.fromkeys(item.span for item in inputs)),  # pieces of a video share one
+            item_spans(inputs),
             multimodal_inputs=tuple(inputs),
             positions=None if table is None else PromptPositions.of(table),
         )

@@ -129,10 +129,14 @@ class FitCheck:
         num_encoder_tokens: int = 0,
         num_item_rows: int = 0,
     ) -> int:
-        """Return the maximum length of a request's sequence; ``ValueError`` if it can never run.
+        """Return the maximum length of a request's sequence.
 
-        Positions are None for the indices; ``num_item_rows`` are of the prompt's largest item, in
-        the width of embeddings.
+        Args:
+            positions: token positions on several axes; None if positions are indices.
+            num_item_rows: rows of the prompt's largest item, in the width of embeddings.
+
+        Raises:
+            ValueError: the request can never run.
         """
         limits, wanted = self.limits, params.max_tokens
         ahead = self._check_length(num_prompt_tokens, 0 if wanted == 0 else 1, positions)
@@ -214,10 +218,15 @@ def tokenize(
     *,
     as_it_is: bool = False,
 ) -> list[int]:
-    """Convert text or chat messages to token ids, or with ``as_it_is`` without special tokens.
+    """Convert text or chat messages to token ids.
 
-    Raises ``ValueError`` if the checkpoint has no tokenizer or chat template, or the text is
-    invalid or beyond the limits.
+    Args:
+        limits: limits of the text, checked first, and of a chat template.
+        as_it_is: True to leave out the special tokens that the tokenizer adds.
+
+    Raises:
+        ValueError: the checkpoint has no tokenizer or no chat template, or the text is invalid or
+            too long.
     """
     text, add_special_tokens = written(prompt, tokenizer, limits)
     assert tokenizer is not None

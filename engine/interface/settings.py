@@ -58,7 +58,7 @@ def explain_validation_error(
         Lines such as ``two.yaml:7: stages.writer.engine.blok_size: unknown key; did you mean
         'block_size'?``.
     """
-    messages, lines = [], lines or {}
+    messages = []
     findings = error.errors(include_url=False)
     places = [place_of(finding, data) for finding in findings[:_MAX_REPORTED]]
     around = {place[:length] for place in places for length in range(len(place))}
@@ -67,18 +67,14 @@ def explain_validation_error(
         if finding["type"] in ("too_short", "string_type") and place in around:
             continue
         place, message = _explain(finding, model, data)
-        enclosing = (place[:length] for length in range(len(place), 0, -1))
-        line = next((lines[each] for each in enclosing if each in lines), None)
+        line = _nearest_line(place, lines or {})
         at = dotted(within + place)
         if isinstance(line, str):
             # A flag already names its place.
             where = (line,) if line.endswith(at) else (line, at)
         else:
             where = (f"{source}:{line}" if line else source or "", at)
-            # Flags or variables that gave parts of the value, which may contain the mistake.
-            given = [x for part, x in lines.items() if part[: len(place)] == place]
-            names = [each for each in given if isinstance(each, str)]
-            message += f" (with {', '.join(names)})" if names else ""
+            message += _origins_hint(place, lines or {})
         messages.append(": ".join(part for part in (*where, message) if part))
     left = len(findings) - _MAX_REPORTED
     return "\n".join(dict.fromkeys([*messages, *([f"and {left} more"] if left > 0 else [])]))
@@ -120,10 +116,7 @@ def _explain(finding: ErrorDetails, model: type[BaseModel], data: Any) -> tuple[
         case "value_error":
             return place, str(context["error"])
         case "too_short" | "string_too_short" if not finding["input"]:
-            unit = "character" if finding["type"] == "string_too_short" else "item"
-            needed = context["min_length"]
-            count = f"1 {unit} is" if needed == 1 else f"{needed} {unit}s are"
-            return place, f"must not be empty; at least {count} needed"
+            return place, _empty_message(finding["type"], context["min_length"])
         case _:
             got = shortened(finding["input"]) + _number_hint(finding)
             return place, f"{_expected(finding['msg'])}, got {got}"
@@ -135,6 +128,12 @@ def _expected(message: str) -> str:
     for theirs, ours in _WORDS.items():
         expected = expected.replace(theirs, ours)
     return expected
+
+
+def _empty_message(finding_type: str, needed: int) -> str:
+    unit = "character" if finding_type == "string_too_short" else "item"
+    count = f"1 {unit} is" if needed == 1 else f"{needed} {unit}s are"
+    return f"must not be empty; at least {count} needed"
 
 
 def _keys_of(loc: KeyPath, data: Any) -> KeyPath:
@@ -214,6 +213,24 @@ def _number_hint(finding: ErrorDetails) -> str:
     except ValueError:
         return ""
     return " (a string; write it without quotes, and in YAML an exponent as 1.0e-5, not 1e-5)"
+
+
+def _origins_hint(place: KeyPath, lines: Mapping[KeyPath, int | str]) -> str:
+    """Name the origins of parts of a value, which may contain the mistake."""
+    given = [
+        line
+        for part, line in lines.items()
+        if isinstance(line, str) and part[: len(place)] == place
+    ]
+    return f" (with {', '.join(given)})" if given else ""
+
+
+def _nearest_line(place: KeyPath, lines: Mapping[KeyPath, int | str]) -> int | str | None:
+    while place:
+        if place in lines:
+            return lines[place]
+        place = place[:-1]
+    return None
 
 
 class Settings(BaseModel):

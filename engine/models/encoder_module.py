@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import SCHEMES, QuantizationScheme, Target
-from engine.layers import LayerOps, Linear
+from engine.layers import Linear
 from engine.models.base import CausalModel, ModelSettings
 from engine.models.checked_loading import LoadTargets, load_checked
 from engine.requests.encoder_input import EncoderInput, EncoderView
@@ -135,16 +135,17 @@ def module_targets(module: nn.Module, prefix: str) -> Iterator[tuple[str, Target
             yield from layer.targets(prefix)
 
 
-def quantize_loaded(module: nn.Module, scheme: QuantizationScheme, ops: LayerOps) -> None:
-    """Replace the linear layers of a loaded module."""
+def quantize_layers(
+    module: nn.Module, scheme: QuantizationScheme, settings: ModelSettings, *, is_loaded: bool
+) -> None:
+    """Replace the linear layers of a module; those of a loaded one keep their weights."""
     for name, layer in list(module.named_modules()):
         if type(layer) is nn.Linear:  # subclasses are read in ways of their own
-            weight = layer.weight
-            settings = ModelSettings(weight.dtype, weight.device, 1, 1, ops)
             quantized = QuantizedLinear(name, layer, settings, scheme)
-            places = [place for _, place in quantized.targets("")]
-            for place, loaded in zip(places, layer.parameters(), strict=True):
-                place.copy_(loaded.detach())
+            if is_loaded:
+                places = [place for _, place in quantized.targets("")]
+                for place, loaded in zip(places, layer.parameters(), strict=True):
+                    place.copy_(loaded.detach())
             module.set_submodule(name, quantized)
 
 
@@ -181,9 +182,7 @@ def place(module: ModelT, settings: ModelSettings) -> ModelT:
         # After initialize_weights, which writes to some layers by name. Until something is written
         # to them, the replaced weights take no memory on a CPU.
         scheme = SCHEMES[settings.encoder_quantization]
-        for name, layer in list(module.named_modules()):
-            if type(layer) is nn.Linear:  # subclasses are read in ways of their own
-                module.set_submodule(name, QuantizedLinear(name, layer, settings, scheme))
+        quantize_layers(module, scheme, settings, is_loaded=False)
     module.requires_grad_(False).eval()
     return module
 

@@ -199,11 +199,12 @@ def load_generator(
     model = family.generator(checkpoint, device).eval()
     if quantization is not None:
         # Lazily: text models need nothing of transformers' models.
-        from engine.models.encoder_module import quantize_loaded
+        from engine.models.encoder_module import quantize_layers
 
         ops = LayerOps()
         if device.type == "cpu":
             with suppress(NativeBuildError):  # logged once by load_kernels
                 ops = NativeLayerOps(load_kernels())
-        quantize_loaded(model, SCHEMES[quantization], ops)
+        settings = ModelSettings(torch.float32, device, 1, 1, ops)
+        quantize_layers(model, SCHEMES[quantization], settings, is_loaded=True)
     return model

@@ -157,6 +157,11 @@ class Request:
         return not self.is_paused and num_computed_tokens < self.num_known_tokens
 
     @property
+    def next_sampling(self) -> SamplingState:
+        """Sampling state for the next token."""
+        return self.sampling if self.prompt_choice is None else self.prompt_choice.sampling
+
+    @property
     def output_token_ids(self) -> Sequence[int]:
         """Ids of the generated tokens."""
         return self.token_ids[self.num_prompt_tokens :]

@@ -137,15 +137,13 @@ class Pipeline:
                 stage.check_sampling(params)
             except ValueError as error:
                 place = error.place if isinstance(error, PlacedError) else ()
-                raise PlacedError(
-                    (name, *place), f"sampling for stage {name!r}: {error}"
-                ) from error
+                raise PlacedError((name, *place), f"{_sampling_for(name)}: {error}") from error
             if params is stage.sampling:
                 self._checked_sampling[name] = params
         return merged
 
     def _merge(self, name: str, override: SamplingParams | Mapping[str, Any]) -> SamplingParams:
-        where = f"sampling for stage {name!r}"
+        where = _sampling_for(name)
         if name not in self.stages:
             problem = f"{where}, which does not exist{suggest(name, self.stages)}"
             raise PlacedError((name,), problem)
@@ -189,6 +187,11 @@ class Pipeline:
                     f"stage {name!r} makes n={stage.sampling.n} completions, but feeds "
                     f"{', '.join(consumers)}, which takes one: n > 1 is for stages that feed none"
                 )
+
+
+def _sampling_for(stage: str) -> str:
+    """Return the name of a stage's sampling parameters in error messages."""
+    return f"sampling for stage {stage!r}"
 
 
 def _by_name(stages: Sequence[Stage]) -> dict[str, Stage]:

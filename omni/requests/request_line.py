@@ -326,7 +326,7 @@ class VideoUrl(_Strict):
     url: str = Field(min_length=1)
 
 
-class ImageUrl(VideoUrl):
+class ImageUrl(_Strict):
     """The location of an image, as in OpenAI's requests.
 
     Attributes:
@@ -334,6 +334,7 @@ class ImageUrl(VideoUrl):
         detail: accepted and ignored: the checkpoint's processor decides the size.
     """
 
+    url: str = Field(min_length=1)
     detail: str | None = None
 
 

@@ -389,7 +389,11 @@ class _PassCache(nn.Module):
 
 
 class _Voices(nn.Module):
-    """Caching replacement of the voice encoder, ``(B, T, mel_dim)`` to ``(B, enc_dim)``."""
+    """Caching replacement of the voice encoder, which transformers runs again in every pass.
+
+    Args:
+        encoder: ``(B, T, mel_dim)`` to ``(B, enc_dim)``.
+    """
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()

@@ -355,7 +355,7 @@ def _messages(
             file = next(files[part.type], None)
             if file is None:
                 raise ValueError(f"more parts of type {part.type!r} than files")
-            return _file_part(part.type, getattr(file, "file", file), folder)
+            return _file_part(part.type, file if isinstance(file, str) else file.file, folder)
         url = part.image_url or part.video_url
         if url is None:
             return part.model_dump(exclude_none=True)

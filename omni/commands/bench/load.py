@@ -446,11 +446,12 @@ class LevelRun:
         conversations = (source(self._index, number) for number in range(self._num_conversations))
         try:
             async with asyncio.TaskGroup() as group:
-                if self.level.rate is not None:
-                    await self._open_loop(group, conversations, self.level.rate)
-                else:
-                    for _ in range(min(self.level.concurrency or 1, self._num_conversations)):
+                if self.level.concurrency is not None:
+                    for _ in range(min(self.level.concurrency, self._num_conversations)):
                         group.create_task(self._client(conversations))
+                else:
+                    assert self.level.rate is not None
+                    await self._open_loop(group, conversations, self.level.rate)
         except ExceptionGroup as errors:  # from the loops' tasks; one of them is enough
             raise errors.exceptions[0] from errors
         finally:
