@@ -102,6 +102,9 @@ class ChatPrompt:
         tools: functions that the model may call, in OpenAI's shape:
             ``{"type": "function", "function": {"name": ..., "parameters": {...}}}``.
         chat_template_kwargs: further variables for the template, such as ``enable_thinking``.
+            With ``add_generation_prompt: False`` the text does not begin the assistant's next
+            message; with ``continue_final_message: True`` it ends within the last message, which
+            the model continues.
     """
 
     messages: tuple[Mapping[str, Any], ...]

@@ -35,7 +35,7 @@ Form: TypeAlias = Literal["text", "parts"]
 
 # Files of processors with templates that their tokenizers lack; the first with a template is used.
 _PROCESSOR_FILES = ("processor_config.json", "chat_template.json")
-_TEMPLATE_VALUES = {"messages", "tools", "documents", "add_generation_prompt"}
+_TEMPLATE_VALUES = {"messages", "tools", "documents"}
 _PART_TYPES = ("text", "image", "audio", "video")
 _MAX_TRIES = 16
 # Keys of a message's reasoning, in the order in which transformers' templates read them.
@@ -131,7 +131,7 @@ _LIMITS = TemplateLimits()
 
 
 class _FinalError(ValueError):
-    """An image where the template reads text, or tools it does not support: no other form helps."""
+    """An error of messages or tools that no other form of their content avoids."""
 
 
 def processor_chat_template(folder: Path) -> Any:
@@ -157,13 +157,28 @@ def processor_chat_template(folder: Path) -> Any:
 
 @dataclass(slots=True)
 class _Rendering:
-    """The rendering attempts of one prompt, which share its limits."""
+    """The rendering attempts of one prompt, which share its limits.
+
+    With ``continues`` the prompt ends within the last message.
+    """
 
     tokenizer: PreTrainedTokenizerBase
     tools: list[Any] | None
     values: Mapping[str, Any]
     limits: TemplateLimits
+    continues: bool
     spent_s: float = 0.0
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """Return the prompt; raises the same errors as :meth:`render`."""
+        if not self.continues:
+            return self.render(messages)
+        text, tag, end = self.render([*messages[:-1], _tag_end(messages[-1])]).rpartition(_END_TAG)
+        if not tag:
+            raise ValueError(
+                "the checkpoint's chat template leaves out the end of the last message"
+            )
+        return text if end.startswith(" ") else text.rstrip()  # as the template trims messages
 
     def render(self, messages: Sequence[Message]) -> str:
         """See :meth:`TemplateProcesses.render`."""
@@ -178,7 +193,6 @@ class _Rendering:
             "messages": [_for_template(message) for message in messages],
             "tools": self.tools,
             "documents": None,
-            "add_generation_prompt": True,
         }
         template: Any = self.tokenizer.get_chat_template(tools=self.tools)
         if not isinstance(template, str):
@@ -195,12 +209,25 @@ class _Rendering:
                     [dict(message) for message in messages],
                     tools=self.tools,
                     tokenize=False,
-                    add_generation_prompt=True,
                     **self.values,
                 )
             )
         except Exception as error:  # any, as with templates
             raise TemplateRefusalError(str(error), is_deliberate=False) from error
+
+
+_END_TAG = "end of the message to continue"
+
+
+def _tag_end(message: Message) -> Message:
+    """Append a tag to a message's text, to find where the text ends in a rendered chat."""
+    content, tag = message["content"], f"{_END_TAG} "
+    if isinstance(content, str):
+        return {**message, "content": content + tag}
+    if not content or content[-1]["type"] != "text":
+        raise _FinalError("continue_final_message needs text at the end of the last message")
+    last = {**content[-1], "text": content[-1]["text"] + tag}
+    return {**message, "content": [*content[:-1], last]}
 
 
 def _for_template(message: Message) -> dict[str, Any]:
@@ -234,7 +261,7 @@ def render_chat(
     Args:
         messages: each with ``role`` and ``content``, oldest first.
         tools: see :class:`~engine.interface.prompts.ChatPrompt`.
-        values: further variables for the template.
+        values: see ``chat_template_kwargs`` there.
 
     Returns:
         The text, with special tokens: tokenize it without adding any.
@@ -252,18 +279,23 @@ def render_chat(
         _check_tool(f"tool {index}", tool)
     if taken := _TEMPLATE_VALUES & values.keys():
         raise ValueError(f"chat_template_kwargs has {sorted(taken)[0]!r}, which is given elsewhere")
+    values = dict(values)
+    continues = bool(values.pop("continue_final_message", False))
+    if values.setdefault("add_generation_prompt", not continues) and continues:
+        raise ValueError("continue_final_message needs add_generation_prompt to be false")
     if not tokenizer.chat_template:
         raise ValueError(
             "the checkpoint has no chat template, so chat messages cannot be turned into text; "
             "give the prompt as text"
         )
-    rendering = _Rendering(tokenizer, [dict(tool) for tool in tools] or None, values, limits)
+    shown_tools = [dict(tool) for tool in tools] or None
+    rendering = _Rendering(tokenizer, shown_tools, values, limits, continues)
     problems: list[Exception] = []
     for forms in _forms_to_try(messages):
         try:
             converted = [_convert(index, each, forms) for index, each in enumerate(messages)]
             _check_read(rendering, converted)
-            return rendering.render(converted)
+            return rendering.prompt(converted)
         except TemplateLimitError:
             raise
         except (TemplateRefusalError, ValueError) as error:

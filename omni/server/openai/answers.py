@@ -299,7 +299,10 @@ class AssistantMessage(Struct, kw_only=True):
 
 
 class Choice(Struct, kw_only=True):
-    """One completion: the message of a chat, or its delta in a stream; otherwise the text."""
+    """One completion: the message of a chat, or its delta in a stream; otherwise the text.
+
+    ``token_ids``, and for a text the ``prompt_token_ids``, are set if requested.
+    """
 
     index: int
     message: AssistantMessage | UnsetType = UNSET
@@ -307,6 +310,8 @@ class Choice(Struct, kw_only=True):
     text: str | UnsetType = UNSET
     logprobs: dict[str, Any] | None = None
     finish_reason: str | None = None
+    token_ids: Sequence[int] | UnsetType = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class Answer(Struct, kw_only=True):
@@ -318,6 +323,7 @@ class Answer(Struct, kw_only=True):
     model: str
     choices: list[Choice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: Sequence[int] | UnsetType = UNSET
 
 
 class TextResponse(PipelineResponse):
@@ -340,6 +346,7 @@ class TextResponse(PipelineResponse):
         self._n = params.n if params is not None else 1  # completions per prompt
         self._logprobs = LogprobWriter(self.pipeline, stage) if "logprobs" in fields else None
         self._options = body.stream_options or StreamOptions()
+        self._returns_ids = body.return_token_ids
         self._id = f"{self.id_prefix}-{self.client.request_id}"
         self._created = int(time.time())
 

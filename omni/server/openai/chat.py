@@ -23,7 +23,12 @@ from omni.server.openai.answers import (
     parts_of,
     usage_of,
 )
-from omni.server.openai.chat_request import ChatRequest, CompletionRequest, prompts_of
+from omni.server.openai.chat_request import (
+    ChatRequest,
+    CompletionRequest,
+    prompts_of,
+    template_values,
+)
 from omni.server.openai.speech import AudioFileFormat, SpokenFile, check_voice, speaking_stage
 from omni.server.openai.tokenize import prompt_reader
 from omni.server.openai.tools import ToolCallParser
@@ -85,9 +90,12 @@ class Chat(TextResponse):
                     message=message,
                     logprobs=self._logprobs.chat(each.logprobs or ()) if self._logprobs else None,
                     finish_reason=_finish_reason(each.finish_reason, self._parsers[index]),
+                    token_ids=each.token_ids if self._returns_ids else UNSET,
                 )
             )
         answer = self._answer("chat.completion", choices)
+        if self._returns_ids:
+            answer.prompt_token_ids = output.prompt_token_ids
         answer.usage = usage_of([TokenCount(output)])
         return Response(as_json(answer), media_type="application/json")
 
@@ -122,12 +130,11 @@ class Chat(TextResponse):
         """Create the prompt. Files are passed by content: a client's input is never a path."""
         body = self._body
         said, shown = await self._read_messages()
-        effort = body.model_dump(include={"reasoning_effort"}, exclude_none=True)
         return ChatPrompt(
             tuple(said),
             multi_modal_data={kind: items for kind, items in shown.items() if items},
             tools=tuple(tool.model_dump(exclude_none=True) for tool in body.offered_tools),
-            chat_template_kwargs=effort | body.chat_template_kwargs,
+            chat_template_kwargs=template_values(body),
         )
 
     async def _read_messages(self) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
@@ -194,12 +201,15 @@ class Chat(TextResponse):
             ends = part.finish_reason is not None and index not in self._over
             parser = self._parsers[index]
             text, calls = parser.feed(part.text or "", is_last=ends)
-            if text or (part.logprobs and self._logprobs):
+            has_ids = self._returns_ids and part.token_ids
+            if text or has_ids or (part.logprobs and self._logprobs):
                 said = AssistantMessage(content=text)
                 if self._voice is not None:
                     said.audio = ChatAudio(id=self._audio_id, transcript=text)
                     self._words += "" if index else text
                 choice = Choice(index=index, delta=said)
+                if has_ids:
+                    choice.token_ids = part.token_ids
                 if self._logprobs is not None:
                     choice.logprobs = self._logprobs.chat(part.logprobs or ())
                 new.append(choice)
@@ -281,6 +291,8 @@ class Completions(TextResponse):
             for index, output in enumerate(outputs)
             for number, written in parts_of(output)
         ]
+        for choice in choices if self._returns_ids else ():
+            choice.prompt_token_ids = outputs[choice.index // self._n].prompt_token_ids
         answer = self._answer(self.chunk_kind, choices)
         answer.usage = usage_of([TokenCount(output) for output in outputs])
         return Response(as_json(answer), media_type="application/json")
@@ -298,7 +310,8 @@ class Completions(TextResponse):
                 for number, part in parts_of(delta):
                     at = update.index * self._n + number
                     ends = part.finish_reason is not None and at not in over
-                    if part.text or ends or (part.logprobs and self._logprobs):
+                    has_more = (part.logprobs and self._logprobs) or self._returns_ids
+                    if part.text or ends or has_more:
                         each = self._options.continuous_usage_stats
                         usage = count.usage_of(number) if each else None
                         yield self._event_of([self._choice(at, part)], usage)
@@ -321,4 +334,6 @@ class Completions(TextResponse):
         choice = Choice(index=index, text=text, finish_reason=reason)
         if self._logprobs is not None:
             choice.logprobs = self._logprobs.completion(part.logprobs or (), index)
+        if self._returns_ids:
+            choice.token_ids = part.token_ids
         return choice

@@ -32,7 +32,7 @@ from omni.server.openai.tools import (
     check_tools,
 )
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.request_body import ApiModel, check_part
+from omni.server.serving.request_body import ApiModel, Unsupported, check_part
 
 if TYPE_CHECKING:
     from omni.pipelines.pipeline import Pipeline
@@ -137,7 +137,12 @@ class StructuredOutputs(ApiModel):
     """Constraint on the text in vLLM's format; validated as :class:`~engine.StructuredOutput`."""
 
     without_effect: ClassVar = frozenset(("disable_fallback", "disable_any_whitespace"))
-    not_supported: ClassVar = {"disable_additional_properties": (False,), "whitespace_pattern": ()}
+    not_supported: ClassVar = {
+        "disable_additional_properties": Unsupported(
+            "say so in the schema by additionalProperties: false", (False,)
+        ),
+        "whitespace_pattern": Unsupported("use a grammar to control the white space"),
+    }
 
     json_schema: dict[str, Any] | str | None = Field(default=None, alias="json")
     json_object: bool | None = None
@@ -159,13 +164,24 @@ class StreamOptions(ApiModel):
     continuous_usage_stats: bool = False
 
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
-    **dict.fromkeys(("include_stop_str_in_output", "use_beam_search"), (False,)),
-    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids"), (False,)),
-    **{"length_penalty": (1.0,), "best_of": (1,), "bad_words": ()},
+_NO_SPECIAL = "texts have no special tokens; return_token_ids returns the ids of all"
+_NO_BEAMS = "there is no beam search; n samples several completions"
+NOT_SUPPORTED = {
+    "skip_special_tokens": Unsupported(_NO_SPECIAL, (True,)),
+    "spaces_between_special_tokens": Unsupported(_NO_SPECIAL, (True,)),
+    "include_stop_str_in_output": Unsupported("a text ends before its stop string", (False,)),
+    "use_beam_search": Unsupported(_NO_BEAMS, (False,)),
+    "length_penalty": Unsupported(_NO_BEAMS, (1.0,)),
+    "best_of": Unsupported(_NO_BEAMS, (1,)),
+    "return_tokens_as_token_ids": Unsupported("use return_token_ids", (False,)),
+    "bad_words": Unsupported("suppress_token_ids excludes tokens, structured_outputs texts"),
+    "allowed_token_ids": Unsupported("use logit_bias, or structured_outputs with a choice"),
+    "prompt_logprobs": Unsupported("cached tokens of a prompt are not computed again"),
+    "mm_processor_kwargs": Unsupported("images and audio are processed as the checkpoint says"),
+    "chat_template": Unsupported("templates are programs; only the checkpoint's own is run"),
+    "documents": Unsupported("put the documents into a message"),
 }
-"""Fields of vLLM with their defaults, the only accepted values."""
+"""Fields of vLLM that this server supports with their defaults only."""
 _IGNORED_HINTS = frozenset(("user", "request_id", "guided_decoding_backend"))
 
 
@@ -200,12 +216,15 @@ class TextRequest(SampledRequest):
         response_format: constraint on the text.
         structured_outputs: the same in vLLM's format; ``guided_json``, ``guided_regex``,
             ``guided_choice`` and ``guided_grammar`` are vLLM's older names.
+        return_token_ids: true to return the ids of the generated tokens and, unless streamed, of
+            the prompt's, as in vLLM.
     """
 
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int | None = None
+    return_token_ids: bool = False
     structured_output: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -385,7 +404,10 @@ class ChatMessage(ApiModel):
     """
 
     without_effect: ClassVar = frozenset(("annotations",))
-    not_supported: ClassVar = dict.fromkeys(("refusal", "function_call"), ())
+    not_supported: ClassVar = {
+        "refusal": Unsupported("it belongs to an assistant's message"),
+        "function_call": Unsupported("use tool_calls, its newer form"),
+    }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
@@ -448,6 +470,14 @@ Voice = Annotated[str, BeforeValidator(_voice_name), Field(min_length=1)]
 """A voice by name; clients may also send ``{"id": NAME}``."""
 
 
+def template_values(body: ApiModel) -> dict[str, Any]:
+    """Return the values of a request for the chat template."""
+    names = {"reasoning_effort", "add_generation_prompt", "continue_final_message"}
+    values = body.model_dump(include=names | {"chat_template_kwargs"}, exclude_none=True)
+    own: dict[str, Any] = values.pop("chat_template_kwargs")
+    return values | own
+
+
 class AudioOptions(ApiModel):
     """The audio of an answer: its format, and its voice, by default the pipeline's choice."""
 
@@ -461,23 +491,23 @@ class ChatRequest(TextRequest):
     Attributes:
         max_completion_tokens: limit of the answer; ``max_tokens`` is its older name.
         top_logprobs: number of tokens to report in addition to the sampled one.
-        chat_template_kwargs: additional values for the chat template, as in vLLM;
-            ``reasoning_effort`` is one of them.
+        chat_template_kwargs: additional values for the chat template, as in vLLM; the fields
+            ``reasoning_effort``, ``add_generation_prompt`` and ``continue_final_message`` are
+            such values, too.
         modalities: modalities of the answer, which always include text.
     """
 
     # The last three are hints, which a model may ignore.
     without_effect: ClassVar = frozenset(
         ("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-         "prediction", "verbosity", "prompt_cache_retention")
+         "prediction", "verbosity", "prompt_cache_retention", "include_reasoning")
     ) | _IGNORED_HINTS  # fmt: skip
-    not_supported: ClassVar = NEUTRAL | {
-        "functions": (),
-        "function_call": ("none", "auto"),
-        **dict.fromkeys(("web_search_options", "mm_processor_kwargs"), ()),
-        "add_generation_prompt": (True,),
-        "include_reasoning": (True, False),
-        **dict.fromkeys(("continue_final_message", "add_special_tokens", "echo"), (False,)),
+    not_supported: ClassVar = NOT_SUPPORTED | {
+        "functions": Unsupported("use tools, its newer form"),
+        "function_call": Unsupported("use tool_choice, its newer form", ("none", "auto")),
+        "web_search_options": Unsupported("the server has no web search; offer one as a tool"),
+        "add_special_tokens": Unsupported("the chat template adds them", (False,)),
+        "echo": Unsupported("only completions return their prompt", (False,)),
     }
 
     messages: list[ChatMessage] = Field(min_length=1)
@@ -492,6 +522,8 @@ class ChatRequest(TextRequest):
     parallel_tool_calls: bool = True
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatRequest:
@@ -565,7 +597,10 @@ class CompletionRequest(TextRequest):
     """
 
     without_effect: ClassVar = _IGNORED_HINTS
-    not_supported: ClassVar = NEUTRAL | {"suffix": ("",), "add_special_tokens": (True,)}
+    not_supported: ClassVar = NOT_SUPPORTED | {
+        "suffix": Unsupported("completions only continue their prompt", ("",)),
+        "add_special_tokens": Unsupported("give token ids as the prompt instead", (True,)),
+    }
 
     prompt: PromptList
     max_tokens: int | None = None

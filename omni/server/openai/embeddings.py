@@ -13,6 +13,7 @@ from starlette.responses import Response
 from omni.server.openai.answers import as_json
 from omni.server.openai.chat_request import PromptList, RequestFields, merge_sampling, prompts_of
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.request_body import Unsupported
 from omni.server.serving.response_stream import PipelineResponse
 from stages import StageOutput
 
@@ -30,7 +31,12 @@ class EmbeddingsRequest(RequestFields):
     """
 
     without_effect: ClassVar = frozenset(("user", "request_id"))
-    not_supported: ClassVar = {"add_special_tokens": (True,), "embed_dtype": ("float32",)}
+    not_supported: ClassVar = {
+        "add_special_tokens": Unsupported("give token ids as the input instead", (True,)),
+        "embed_dtype": Unsupported("embeddings are float32", ("float32",)),
+        "normalize": Unsupported("embeddings have length 1", (True,)),
+        "messages": Unsupported("give the text as the input"),
+    }
 
     model: str
     input: PromptList

@@ -176,7 +176,7 @@ class RealtimeSession:
                     self._input.clear()
                     await self._send("input_audio_buffer.cleared")
                 case CreateResponse() as event:
-                    self._begin_answer(event.response)
+                    await self._begin_answer(event.response)
                 case Cancel() as event:
                     await self._cancel(event.response_id)
                 case CreateItem() as event:
@@ -235,7 +235,7 @@ class RealtimeSession:
         try:
             await self._commit(turn.sound)
             if detection.create_response and self._kind == "realtime":
-                self._begin_answer(OneResponse())
+                await self._begin_answer(OneResponse())
         except ApiError as error:  # not caused by an event of the client
             await self._send_error(error, None)
 
@@ -280,7 +280,8 @@ class RealtimeSession:
                 part.text += words
                 await self._send(f"{kind}.delta", **place, delta=words)
 
-        error = await failure_of(write(), self._limits.request_timeout_s, "the transcription")
+        what = f"the transcription of {item_id}"
+        error = await failure_of(write(), self._limits.request_timeout_s, what)
         part.text = part.text.strip()
         self._conversation.count(len(part.text))
         if error is not None:
@@ -303,7 +304,7 @@ class RealtimeSession:
             name = self._server.settings.transcriber
         return self._server.find(name)
 
-    def _begin_answer(self, options: OneResponse) -> None:
+    async def _begin_answer(self, options: OneResponse) -> None:
         if self._kind != "realtime":
             raise ApiError.bad_request("a session of type 'transcription' answers nothing")
         if self._response is not None and not self._response.task.done():
@@ -312,10 +313,18 @@ class RealtimeSession:
                 "a response is being given already; cancel it, or wait for its end",
                 code="conversation_already_has_active_response",
             )
+        conversation = self._conversation
+        if options.conversation == "none":
+            conversation = Conversation(self._limits.max_body_bytes)
+            items = self._conversation.items
+            if options.input is not None:
+                items = [await ConversationItem.of(x, self._input.form) for x in options.input]
+            for item in items:
+                conversation.add(item)
         self._response = RealtimeResponse(
             self._pipeline,
             self._client,
-            self._conversation,
+            conversation,
             merge_options(self._options, options),
             next(self._numbers),
             self._send,
@@ -335,7 +344,8 @@ class RealtimeSession:
 
     async def _send_error(self, error: ApiError, event_id: str | None) -> None:
         # As repr: text quoted by an error may look like another log line.
-        _logger.warning("an event of a live session was refused: %.500r", error.message)
+        session_id = f"sess_{self._client.request_id}"
+        _logger.warning("an event of %s was refused: %.500r", session_id, error.message)
         await self._send("error", error={**error.to_object()["error"], "event_id": event_id})
 
     async def _send(self, kind: str, **content: Any) -> None:
@@ -349,7 +359,7 @@ class RealtimeSession:
                 await self._websocket.send_text(json.dumps(event))
 
     def _describe_session(self) -> Mapping[str, Any]:
-        options = self._options.model_dump(exclude_none=True)
+        options = self._options.model_dump(exclude_none=True, exclude={"conversation"})
         sound = options["audio"]["input"]
         if sound["turn_detection"]["type"] == "none":
             sound["turn_detection"] = None

@@ -243,7 +243,7 @@ def new_item_id() -> str:
 
 @dataclass(slots=True)
 class Part:
-    """Text, or audio with its transcript.
+    """Text, audio with its transcript, or an image as a data URL.
 
     The transcript of audio is empty until the task ``transcription`` sets it. ``kind`` is the type
     of OpenAI's content parts.
@@ -252,10 +252,13 @@ class Part:
     kind: str
     text: str = ""
     sound: Sound | None = None
+    image_url: str | None = None
     transcription: asyncio.Task[None] | None = None
 
     def describe(self, form: AudioFormat | None = None) -> dict[str, Any]:
         """Return the part in the format of events; with its sound in ``form``, if given."""
+        if self.image_url is not None:
+            return {"type": self.kind, "image_url": self.image_url}
         if self.sound is None:
             name = "transcript" if self.kind == "output_audio" else "text"
             return {"type": self.kind, name: self.text}
@@ -300,7 +303,7 @@ class ConversationItem:
         parts: list[Part] = []
         for index, part in enumerate(item.content or ()):
             if part.audio is None:
-                parts.append(Part(part.type, part.text or ""))
+                parts.append(Part(part.type, part.text or "", image_url=part.image_url))
                 continue
             place = f"item.content[{index}].audio"
             samples = samples_of(await decode_base64(part.audio, place), form)
@@ -312,7 +315,8 @@ class ConversationItem:
         """Approximate size in bytes."""
         texts = sum(len(part.text) for part in self.parts) + sum(map(len, self.call.values()))
         sounds = sum(len(part.sound.samples) for part in self.parts if part.sound is not None)
-        return _ITEM_BYTES + texts + sounds
+        images = sum(len(part.image_url or "") for part in self.parts)
+        return _ITEM_BYTES + texts + sounds + images
 
     @property
     def text(self) -> str:
@@ -428,8 +432,8 @@ def _check_ended(item: ConversationItem) -> None:
 
 def messages_of(
     items: Sequence[ConversationItem], instructions: str | None, *, hears: bool
-) -> tuple[tuple[Mapping[str, Any], ...], tuple[Sound, ...]]:
-    """Convert items to chat messages, and return these with their sounds, in order.
+) -> tuple[tuple[Mapping[str, Any], ...], tuple[Sound, ...], tuple[str, ...]]:
+    """Convert items to chat messages, and return these with their sounds and images, in order.
 
     Args:
         hears: true if the model accepts audio; otherwise transcripts replace it.
@@ -438,6 +442,7 @@ def messages_of(
     if instructions:
         messages.append({"role": "system", "content": instructions})
     sounds: list[Sound] = []
+    images: list[str] = []
     for item in items:
         if item.type == "function_call":
             call = item.call
@@ -449,16 +454,19 @@ def messages_of(
             messages.append(
                 {"role": "tool", "tool_call_id": call["call_id"], "content": call["output"]}
             )
-        elif hears and any(part.sound is not None for part in item.parts):
-            sounds += [part.sound for part in item.parts if part.sound is not None]
-            parts = [
-                {"type": "text", "text": part.text} if part.sound is None else {"type": "audio"}
-                for part in item.parts
-            ]
-            messages.append({"role": item.role, "content": parts})
-        elif item.text:
+        else:
+            parts: list[dict[str, str]] = []
+            for part in item.parts:
+                if part.image_url is not None:
+                    images.append(part.image_url)
+                    parts.append({"type": "image"})
+                elif part.sound is not None and hears:
+                    sounds.append(part.sound)
+                    parts.append({"type": "audio"})
+                elif part.text:
+                    parts.append({"type": "text", "text": part.text})
             # Plain text for a single part: not every template supports lists of parts.
-            texts = [{"type": "text", "text": part.text} for part in item.parts if part.text]
-            content = item.text if len(item.parts) == 1 else texts
-            messages.append({"role": item.role, "content": content})
-    return tuple(messages), tuple(sounds)
+            is_text = len(item.parts) == 1 and parts and parts[0]["type"] == "text"
+            if parts:
+                messages.append({"role": item.role, "content": item.text if is_text else parts})
+    return tuple(messages), tuple(sounds), tuple(images)

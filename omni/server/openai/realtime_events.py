@@ -15,10 +15,15 @@ from pydantic import Field, model_validator
 
 from engine.interface.placed_error import PlacedError
 from omni.server.openai.chat_request import ChatRequest, Voice
-from omni.server.openai.responses import FunctionChoice, FunctionToolParts, to_chat_tools
+from omni.server.openai.responses import (
+    FunctionChoice,
+    FunctionToolParts,
+    ReasoningOptions,
+    to_chat_tools,
+)
 from omni.server.openai.tools import JsonObject
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.request_body import ApiModel, check_part, parse_json
+from omni.server.serving.request_body import ApiModel, Unsupported, check_part, parse_json
 
 _Rate = Annotated[int, Field(ge=1000, le=384_000)]
 _Milliseconds = Annotated[int, Field(ge=0, le=60_000)]
@@ -52,7 +57,7 @@ class TurnDetection(ApiModel):
     if ``create_response``; its start cancels the active one if ``interrupt_response``.
     """
 
-    not_supported: ClassVar = {"idle_timeout_ms": ()}
+    not_supported: ClassVar = {"idle_timeout_ms": Unsupported("the server waits for the user")}
 
     type: Literal["server_vad", "semantic_vad", "none"] = "server_vad"
     threshold: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
@@ -73,7 +78,7 @@ class TurnDetection(ApiModel):
 class InputTranscription(ApiModel):
     """Pipeline that transcribes the user's speech; an empty name disables transcription."""
 
-    not_supported: ClassVar = {"delay": (), "keywords": (), "languages": ()}
+    without_effect: ClassVar = frozenset(("delay", "keywords", "languages"))  # hints
 
     model: str = ""
     prompt: str | None = None
@@ -81,7 +86,7 @@ class InputTranscription(ApiModel):
 
 
 class _AudioIn(ApiModel):
-    not_supported: ClassVar = {"noise_reduction": ()}
+    without_effect: ClassVar = frozenset(("noise_reduction",))
 
     format: AudioFormat = AudioFormat()
     turn_detection: TurnDetection = TurnDetection(type="none")
@@ -132,14 +137,11 @@ class ResponseOptions(ApiModel):
         stages: sampling parameters by stage, as in chat requests.
     """
 
-    without_effect: ClassVar = frozenset(("tracing",))
+    # Without truncation: a conversation that does not fit is refused.
+    without_effect: ClassVar = frozenset(("tracing", "truncation"))
     not_supported: ClassVar = {
-        "prompt": (),
-        "include": (),
-        "truncation": ("auto", "disabled"),
-        "reasoning": (),
-        "conversation": ("auto",),
-        "input": (),
+        "prompt": Unsupported("the server stores no prompts; send instructions"),
+        "include": Unsupported("transcripts have no log-probabilities"),
     }
 
     instructions: str | None = None
@@ -152,6 +154,7 @@ class ResponseOptions(ApiModel):
     tools: list[FunctionToolParts] | None = None
     tool_choice: FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
     stages: dict[str, dict[str, Any]] | None = None
 
     @model_validator(mode="before")
@@ -187,6 +190,7 @@ class ResponseOptions(ApiModel):
             "temperature": self.temperature,
             **to_chat_tools(self.tools, self.tool_choice),
             "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort if self.reasoning is not None else None,
         }
         return ChatRequest.model_validate(asked, strict=True)
 
@@ -202,13 +206,14 @@ class SessionUpdate(ResponseOptions):
 
 
 class ItemPart(ApiModel):
-    """A part of an item: text, or audio in base64, in the session's format."""
+    """A part of an item: text, audio in base64 in the session's format, or an image."""
 
-    without_effect: ClassVar = frozenset(("transcript",))
+    without_effect: ClassVar = frozenset(("transcript", "detail"))
 
-    type: Literal["input_text", "input_audio", "output_text", "text"]
+    type: Literal["input_text", "input_audio", "input_image", "output_text", "text"]
     text: str | None = None
     audio: str | None = Field(default=None, min_length=1)
+    image_url: str | None = Field(default=None, pattern="^data:image/[a-z]+;base64,")
 
     @model_validator(mode="before")
     @classmethod
@@ -219,8 +224,9 @@ class ItemPart(ApiModel):
 
     @model_validator(mode="after")
     def _check_named_field(self) -> ItemPart:
-        wanted = "audio" if self.type == "input_audio" else "text"
-        check_part(self, ("text", "audio"), wanted, f"a part of type {self.type!r}")
+        wanted = {"input_audio": "audio", "input_image": "image_url"}.get(self.type, "text")
+        names = ("text", "audio", "image_url")
+        check_part(self, names, wanted, f"a part of type {self.type!r}")
         return self
 
 
@@ -248,16 +254,30 @@ class Item(ApiModel):
         for name in ("role", "content", "call_id", "name", "arguments", "output"):
             check_part(self, (name,), name if name in wanted else "", f"an item {self.type!r}")
         for index, part in enumerate(self.content or ()):
-            if part.type == "input_audio" and self.role != "user":
+            if part.type in ("input_audio", "input_image") and self.role != "user":
                 place = ("content", index, "type")
-                raise PlacedError(place, f"input_audio is for items of users, not {self.role!r}")
+                raise PlacedError(place, f"{part.type} is for items of users, not {self.role!r}")
         return self
 
 
 class OneResponse(ResponseOptions):
-    """Options of one response; ``metadata`` is returned with it."""
+    """Options of one response.
+
+    Attributes:
+        metadata: returned with the response.
+        conversation: ``none`` keeps the response out of the conversation.
+        input: items to respond to instead of those of the conversation.
+    """
 
     metadata: dict[str, Any] | None = None
+    conversation: Literal["auto", "none"] = "auto"
+    input: list[Item] | None = None
+
+    @model_validator(mode="after")
+    def _check_input(self) -> OneResponse:
+        if self.input is not None and self.conversation != "none":
+            raise PlacedError(("input",), "needs conversation to be 'none'")
+        return self
 
 
 class ClientEvent(ApiModel):

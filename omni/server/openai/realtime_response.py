@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from engine import AudioPrompt, ChatPrompt, FinishReason, SamplingParams, Waveform
 from engine.interface.log_fields import package_logger
 from omni.server.openai.answers import TokenCount, text_stage
-from omni.server.openai.chat_request import ChatRequest, merge_sampling
+from omni.server.openai.chat_request import ChatRequest, merge_sampling, template_values
 from omni.server.openai.realtime_conversation import (
     Conversation,
     ConversationItem,
@@ -40,7 +40,7 @@ SendEvent: TypeAlias = Callable[..., Awaitable[None]]
 
 
 class RealtimeResponse:
-    """One response to a conversation, which is added to it.
+    """One response to a conversation, which is added to it unless the options exclude that.
 
     A pipeline with audio input gets the audio of the conversation; a text-only one gets the
     transcripts, once they are complete; an audio-only one gets the last item with audio.
@@ -88,7 +88,7 @@ class RealtimeResponse:
         self.task = asyncio.create_task(self._run(timeout_s))
 
     async def _run(self, timeout_s: float) -> None:
-        error = await failure_of(self._answer(), timeout_s, "the response")
+        error = await failure_of(self._answer(), timeout_s, f"the response {self.id}")
         if error is None:
             return
         self.is_over = True
@@ -133,7 +133,7 @@ class RealtimeResponse:
             instructions = None
             if not items or all(part.sound is None for part in items[0].parts):
                 raise ApiError.bad_request("this model hears, and nothing was said to it")
-        messages, sounds = messages_of(items, instructions, hears=hears)
+        messages, sounds, images = messages_of(items, instructions, hears=hears)
         if not messages:
             raise ApiError.bad_request("nothing was said that could be answered")
         # Converted in a thread: audio is twice as large in a prompt.
@@ -142,10 +142,13 @@ class RealtimeResponse:
         )
         return ChatPrompt(
             messages,
-            multi_modal_data={"audio": audio} if audio else {},
+            multi_modal_data={
+                kind: shown for kind, shown in (("audio", audio), ("image", images)) if shown
+            },
             tools=tuple(
                 tool.model_dump(exclude_none=True) for tool in self._plan.chat.offered_tools
             ),
+            chat_template_kwargs=template_values(self._plan.chat),
         )
 
     async def cancel(self, reason: str) -> None:
@@ -281,14 +284,16 @@ class RealtimeResponse:
         place, shown = self._place(item), item.describe()
         await self._send("response.output_item.added", **place, item=shown)
         before = self._conversation.add(item)
-        await self._send("conversation.item.added", previous_item_id=before, item=shown)
+        if self._options.conversation == "auto":
+            await self._send("conversation.item.added", previous_item_id=before, item=shown)
         return place
 
     async def _close(self, item: ConversationItem, status: str) -> None:
         item.status = status
         shown = item.describe()
         await self._send("response.output_item.done", **self._place(item), item=shown)
-        await self._send("conversation.item.done", item=shown)
+        if self._options.conversation == "auto":
+            await self._send("conversation.item.done", item=shown)
 
     def _place(self, item: ConversationItem) -> dict[str, Any]:
         index = self._output.index(item)

@@ -19,11 +19,12 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from engine.interface.outputs import OutputDelta
 from engine.interface.placed_error import PlacedError
 from omni.server.openai.answers import Usage, usage_of
 from omni.server.openai.chat import Chat
 from omni.server.openai.chat_request import (
-    NEUTRAL,
+    NOT_SUPPORTED,
     ChatRequest,
     SampledRequest,
     StructuredOutputs,
@@ -31,14 +32,14 @@ from omni.server.openai.chat_request import (
 )
 from omni.server.openai.tools import FunctionName, FunctionParts, ToolCall, add_call
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.request_body import ApiModel
+from omni.server.serving.request_body import ApiModel, Unsupported
 
 
 class ContentPart(ApiModel):
     """A text or image part of a message."""
 
     without_effect: ClassVar = frozenset(("detail", "annotations", "logprobs"))
-    not_supported: ClassVar = {"file_id": ()}
+    not_supported: ClassVar = {"file_id": Unsupported("the server stores no files; send a URL")}
 
     type: Literal["input_text", "output_text", "text", "input_image"]
     text: str | None = None
@@ -117,7 +118,14 @@ class ReasoningItem(ApiModel):
     type: Literal["reasoning"]
 
 
-_KINDS = ("message", "function_call", "function_call_output", "reasoning")
+class ItemReference(ApiModel):
+    """An item of the output of a stored response, by its id."""
+
+    type: Literal["item_reference"]
+    id: str
+
+
+_KINDS = ("message", "function_call", "function_call_output", "reasoning", "item_reference")
 
 
 def _kind_of(value: Any) -> str | None:
@@ -129,7 +137,8 @@ _Input = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[CallOutputItem, Tag("function_call_output")]
-    | Annotated[ReasoningItem, Tag("reasoning")],
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[ItemReference, Tag("item_reference")],
     Discriminator(
         _kind_of,
         custom_error_type="no_item",
@@ -231,11 +240,11 @@ class ResponsesRequest(SampledRequest):
         ("user", "service_tier", "safety_identifier", "prompt_cache_key", "request_id",
          "prompt_cache_retention", "stream_options", "client_metadata", "max_tool_calls")
     )  # fmt: skip
-    not_supported: ClassVar = NEUTRAL | {
-        "background": (False,),
-        **dict.fromkeys(("conversation", "prompt", "mm_processor_kwargs"), ()),
-        "top_logprobs": (0,),
-        "truncation": ("disabled", "auto"),  # input that does not fit is refused
+    not_supported: ClassVar = NOT_SUPPORTED | {
+        "background": Unsupported("a response is generated while its client waits", (False,)),
+        "conversation": Unsupported("use previous_response_id"),
+        "prompt": Unsupported("the server stores no prompts; send instructions and input"),
+        "truncation": Unsupported("input that does not fit is refused", ("disabled", "auto")),
     }
 
     model: str
@@ -250,6 +259,7 @@ class ResponsesRequest(SampledRequest):
     max_output_tokens: int | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
     include: list[str] = Field(default_factory=list)
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     structured_outputs: StructuredOutputs | None = None
     tools: list[FunctionToolParts] | None = None
@@ -258,11 +268,10 @@ class ResponsesRequest(SampledRequest):
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
 
-    @model_validator(mode="after")
-    def _check_include(self) -> ResponsesRequest:
-        if _LOGPROBS in self.include:  # the others are about tools that no model here has
-            raise PlacedError(("include",), f"{_LOGPROBS!r} is not supported by this server")
-        return self
+    @property
+    def returns_logprobs(self) -> bool:
+        """True if log-probabilities are requested; the server has no other things to include."""
+        return _LOGPROBS in self.include or bool(self.top_logprobs)
 
     def messages(self) -> list[dict[str, Any]]:
         """Convert the input to chat messages."""
@@ -281,7 +290,7 @@ class ResponsesRequest(SampledRequest):
                     messages.append(
                         {"role": "tool", "tool_call_id": item.call_id, "content": content}
                     )
-                case ReasoningItem():
+                case ReasoningItem() | ItemReference():
                     pass
         return messages
 
@@ -299,6 +308,8 @@ class ResponsesRequest(SampledRequest):
         asked = self.model_dump(include=_CHAT_FIELDS, by_alias=True) | {
             "messages": [*first, *history, *own],
             "max_completion_tokens": self.max_output_tokens,
+            "logprobs": self.returns_logprobs,
+            "top_logprobs": self.top_logprobs,
             **to_chat_tools(self.tools, self.tool_choice),
             "response_format": form
             and {
@@ -319,6 +330,26 @@ _CHAT_FIELDS = {"model", "stream", "parallel_tool_calls", "chat_template_kwargs"
 """Fields that a chat request has under the same names."""
 
 
+def _resolve_references(request: Request, body: ResponsesRequest) -> ResponsesRequest:
+    """Replace references to items of stored responses by the items."""
+    if isinstance(body.input, str):
+        return body
+    items: list[Any] = []
+    for index, item in enumerate(body.input):
+        if isinstance(item, ItemReference):
+            place = f"input[{index}].id"
+            request_id = item.id.partition("_")[2].rpartition("_")[0]  # as in _Writer._open_item
+            state = request.state
+            response, _ = state.server.responses.find(state.client, f"resp_{request_id}", place)
+            found = next((each for each in response["output"] if each["id"] == item.id), None)
+            if found is None:
+                raise ApiError.bad_field(place, f"no item is {item.id!r:.80}")
+            items.append((CallItem if "call_id" in found else MessageItem).model_validate(found))
+        else:
+            items.append(item)
+    return body.model_copy(update={"input": items})
+
+
 class Responses(Chat):
     """The response to a :class:`ResponsesRequest`."""
 
@@ -330,6 +361,7 @@ class Responses(Chat):
     }
 
     def __init__(self, request: Request, body: ResponsesRequest) -> None:
+        body = _resolve_references(request, body)
         earlier: list[dict[str, Any]] = []
         if body.previous_response_id is not None:
             _, earlier = request.state.server.responses.find(
@@ -361,7 +393,7 @@ class Responses(Chat):
                 self._count.add(delta)
                 ends = delta.finish_reason is not None and not has_ended
                 words, calls = parser.feed(delta.text or "", is_last=ends)
-                writer.add(words, calls)
+                writer.add(words, calls, self._logprobs_of(delta))
                 if piece := writer.take():
                     yield piece
                 if ends:
@@ -369,6 +401,12 @@ class Responses(Chat):
         writer.end(is_cut, usage_of([self._count]))
         self._store()
         yield writer.take()
+
+    def _logprobs_of(self, delta: OutputDelta) -> list[Any]:
+        if self._logprobs is None:
+            return []
+        entries: list[Any] = self._logprobs.chat(delta.logprobs or ())["content"]
+        return entries
 
     def _store(self) -> None:
         if not self._request.store:
@@ -390,6 +428,7 @@ class _Writer:
         self._request_id = request_id
         self._number = 0
         self._events = b""
+        self._logprobs: list[Any] = []  # of tokens whose text has not been added
         self._output: list[dict[str, Any]] = []
         self._is_text_open = False
         given = body.model_dump(
@@ -424,12 +463,14 @@ class _Writer:
         self._event("response.created", response=self.response)
         self._event("response.in_progress", response=self.response)
 
-    def add(self, words: str, calls: Sequence[ToolCall]) -> None:
+    def add(self, words: str, calls: Sequence[ToolCall], logprobs: Sequence[Any]) -> None:
         """Add text and calls, with their events."""
+        self._logprobs += logprobs
         if words:
             self._open_text()
             self._output[-1]["content"][0]["text"] += words
-            self._text_event("response.output_text.delta", delta=words, logprobs=[])
+            entries = self._take_logprobs()
+            self._text_event("response.output_text.delta", delta=words, logprobs=entries)
         for call in calls:
             self._close_text()
             self._add_call(call)
@@ -451,20 +492,28 @@ class _Writer:
         }
         self._event(f"response.{self.response['status']}", response=self.response)
 
+    def _take_logprobs(self) -> list[Any]:
+        entries, self._logprobs = self._logprobs, []
+        self._output[-1]["content"][0]["logprobs"] += entries
+        return entries
+
     def _open_text(self) -> None:
         if self._is_text_open:
             return
         self._is_text_open = True
         item = self._open_item("msg", type="message", role="assistant", content=[])
-        item["content"].append({"type": "output_text", "text": "", "annotations": []})
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        item["content"].append(part)
         self._text_event("response.content_part.added", part=item["content"][0])
 
     def _close_text(self, status: str = "completed") -> None:
         if not self._is_text_open:
             return
         self._is_text_open = False
+        self._take_logprobs()
         (part,) = self._output[-1]["content"]
-        self._text_event("response.output_text.done", text=part["text"], logprobs=[])
+        done = {"text": part["text"], "logprobs": part["logprobs"]}
+        self._text_event("response.output_text.done", **done)
         self._text_event("response.content_part.done", part=part)
         self._close_item(status)
 
@@ -506,6 +555,8 @@ class _Writer:
 async def show_response(request: Request) -> Response:
     """Return a stored response."""
     state = request.state
+    if request.query_params.get("stream") == "true":
+        raise ApiError.bad_field("stream", "a stored response is returned whole")
     response, _ = state.server.responses.find(state.client, request.path_params["id"])
     return JSONResponse(response)
 

@@ -7,7 +7,7 @@ import io
 import math
 from collections.abc import AsyncIterator
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -18,7 +18,7 @@ from omni.pipelines.voices import speak_like
 from omni.server.openai.answers import TokenCount, as_event, usage_of
 from omni.server.openai.chat_request import StageFields, Voice, merge_sampling
 from omni.server.serving.api_error import ApiError
-from omni.server.serving.request_body import fetch_file
+from omni.server.serving.request_body import Unsupported, fetch_file
 from omni.server.serving.response_stream import EVENTS, PipelineResponse
 
 if TYPE_CHECKING:
@@ -197,6 +197,11 @@ class SpeechRequest(StageFields):
     HTTP(S) URL; ``ref_text`` is its transcript, for models that need it. ``pcm`` is 16-bit
     little-endian samples at 24,000 Hz.
     """
+
+    not_supported: ClassVar = {
+        "language": Unsupported("the text decides"),
+        "task_type": Unsupported("use voice, instructions or ref_audio"),
+    }
 
     model: str
     input: str = Field(min_length=1)

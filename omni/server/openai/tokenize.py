@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.interface.placed_error import PlacedError
-from omni.server.openai.chat_request import ChatMessage
+from omni.server.openai.chat_request import ChatMessage, template_values
 from omni.server.openai.tools import FunctionTool
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.pipeline_server import PipelineServer
@@ -25,13 +25,13 @@ class TokenizeRequest(ApiModel):
     ``add_special_tokens`` adds the tokenizer's own, such as BOS; a chat template writes its own.
     """
 
-    not_supported: ClassVar = {"add_generation_prompt": (True,), "continue_final_message": (False,)}
-
     model: str
     prompt: str | None = None
     messages: list[ChatMessage] | None = Field(default=None, min_length=1)
     tools: list[FunctionTool] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -102,7 +102,7 @@ def _encode(body: TokenizeRequest, tokenizer: Any) -> list[int]:
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         adds_special = False
         try:
-            text = render_chat(tokenizer, messages, tools, body.chat_template_kwargs)
+            text = render_chat(tokenizer, messages, tools, template_values(body))
         except ValueError as error:
             raise ApiError.bad_request(str(error), param="messages") from error
     return list(tokenizer(text, add_special_tokens=adds_special)["input_ids"])

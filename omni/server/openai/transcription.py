@@ -33,7 +33,7 @@ from omni.server.openai.chat_request import merge_sampling
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
 from omni.server.serving.pipeline_server import ServedPipeline
-from omni.server.serving.request_body import ApiModel
+from omni.server.serving.request_body import ApiModel, Unsupported
 from omni.server.serving.response_stream import DONE, PipelineResponse, ResponseStream
 from stages import StageOutput
 
@@ -155,12 +155,12 @@ _UNLIMITED_S = 1e6
 _MAX_REPEATS = 8
 """Maximum repeats of the same words in a row, unless set by the stage; more are a loop."""
 _MAX_FIELDS = 20
+"""Maximum number of fields, and of files, in a form."""
 # Of OpenAI's detector, accepted and ignored.
 _DETECTOR_SETTINGS = {
     f"chunking_strategy[{name}]"
     for name in ("prefix_padding_ms", "silence_duration_ms", "threshold")
 }
-"""Maximum number of fields, and of files, in a form."""
 
 _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 """Language token in prompts of speech models; their other special tokens are longer."""
@@ -174,7 +174,9 @@ class TranscriptionRequest(ApiModel):
     """
 
     without_effect: ClassVar = frozenset(("user", "request_id"))
-    not_supported: ClassVar = {"include": ()}
+    not_supported: ClassVar = {
+        "include": Unsupported("segments of verbose_json have their avg_logprob")
+    }
 
     model: str
     language: str | None = Field(default=None, min_length=1)

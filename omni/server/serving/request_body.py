@@ -7,7 +7,7 @@ from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from http import HTTPStatus
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import from_json
@@ -73,18 +73,24 @@ def _add_hints(schema: dict[str, Any], model: type[ApiModel]) -> None:
     schema["properties"] = schema.get("properties", {}) | hints
 
 
+class Unsupported(NamedTuple):
+    """Reason not to support a key of the API, and the values with which a client disables it."""
+
+    reason: str
+    neutral: tuple[Any, ...] = ()
+
+
 class ApiModel(BaseModel):
     """A request body, or a part of it. Unknown keys are refused; null is equivalent to absent.
 
     Attributes:
-        not_supported: keys of the API that this server does not support, with the values, in
-            addition to empty ones, by which a client disables them.
+        not_supported: keys of the API that this server supports with neutral or empty values only.
         without_effect: keys that are accepted and ignored.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, json_schema_extra=_add_hints)
 
-    not_supported: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    not_supported: ClassVar[Mapping[str, Unsupported]] = {}
     without_effect: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
@@ -92,10 +98,9 @@ class ApiModel(BaseModel):
     def _drop_ignored_keys(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        for key in cls.not_supported.keys() & data.keys():
-            harmless = (*_EMPTY_VALUES, *cls.not_supported[key])
-            if data[key] not in harmless:
-                raise PlacedError((key,), f"not supported by this server, got {data[key]!r:.80}")
+        for key, (reason, neutral) in cls.not_supported.items():
+            if data.get(key) not in (*_EMPTY_VALUES, *neutral):
+                raise PlacedError((key,), f"not supported, got {data[key]!r:.80}: {reason}")
         dropped = cls.not_supported.keys() | cls.without_effect
         return {
             key: value for key, value in data.items() if key not in dropped and value is not None

@@ -252,6 +252,37 @@ def test_tools_and_template_kwargs_render_as_in_transformers(use: Use):
     assert render_chat(tokenizer, MESSAGES, [TOOL], {"effort": "low"}) == theirs
 
 
+@pytest.mark.parametrize(
+    "message",
+    ["{{ m['role'] }}: {{ m['content'] }}<end>", "{{ m['role'] }}: {{ m['content'] | trim }}<end>"],
+)
+@pytest.mark.parametrize(
+    "last", ["The dog", "The dog ", "e", [{"type": "text", "text": "The dog is "}]]
+)
+def test_the_last_message_is_continued_as_in_transformers(use: Use, message: str, last: Any):
+    tokenizer = use(
+        f"{{% for m in messages %}}{message}{{% endfor %}}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    messages = [*MESSAGES, {"role": "assistant", "content": last}]
+    text = last if isinstance(last, str) else last[0]["text"]
+    plain = [*MESSAGES, {"role": "assistant", "content": text}]
+    theirs = tokenizer.apply_chat_template(plain, tokenize=False, continue_final_message=True)
+    assert render_chat(tokenizer, messages, values={"continue_final_message": True}) == theirs
+    whole = tokenizer.apply_chat_template(plain, tokenize=False)
+    assert render_chat(tokenizer, messages, values={"add_generation_prompt": False}) == whole
+
+
+def test_a_message_that_cannot_be_continued_is_refused(use: Use):
+    tokenizer = use("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    continued = {"continue_final_message": True}
+    with pytest.raises(ValueError, match="needs add_generation_prompt to be false"):
+        render_chat(tokenizer, MESSAGES, values=continued | {"add_generation_prompt": True})
+    image = {"role": "user", "content": [{"type": "image"}]}
+    with pytest.raises(ValueError, match="needs text at the end of the last message"):
+        render_chat(tokenizer, [*MESSAGES, image], values=continued)
+
+
 def test_a_template_that_leaves_out_tools_is_refused(use: Use):
     template = use("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     with pytest.raises(ValueError, match="knows no tools: it leaves out 'look'"):

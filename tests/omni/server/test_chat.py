@@ -111,6 +111,42 @@ def test_an_answer_equals_that_of_omni_in_python(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_token_ids_are_returned_if_requested(
+    server: LiveServer, client: Any, endpoint: str, stream: bool
+):
+    sampling = {"n": 2, "temperature": 1.0, "seed": 5, "max_tokens": 9, "ignore_eos": True}
+    is_chat = endpoint == "chat"
+    prompt = ChatPrompt(tuple(HELLO)) if is_chat else TextPrompt("Once upon")
+    output = in_python(server, prompt, sampling)
+    create = client.chat.completions.create if is_chat else client.completions.create
+    asked = {"messages": HELLO} if is_chat else {"prompt": "Once upon"}
+    body = sampling | {"return_token_ids": True}
+    answer = create(model="chat", stream=stream, extra_body=body, **asked)
+    if not stream:
+        where = answer if is_chat else answer.choices[1]
+        assert where.prompt_token_ids == list(output.prompt_token_ids)
+    found: list[list[int]] = [[], []]
+    for each in answer if stream else [answer]:
+        for choice in each.choices:
+            found[choice.index] += (choice.model_extra or {}).get("token_ids", ())
+    assert [tuple(each) for each in found] == [each.token_ids for each in output.completions]
+
+
+def test_the_last_message_is_continued(server: LiveServer, client: Any):
+    begun = [*HELLO, {"role": "assistant", "content": "There are"}]
+    values = {"continue_final_message": True, "add_generation_prompt": False}
+    prompt = ChatPrompt(tuple(begun), chat_template_kwargs=values)
+    output = in_python(server, prompt, {"max_tokens": 9})
+    answer = client.chat.completions.create(
+        model="chat", messages=begun, max_tokens=9, extra_body=values
+    )
+    assert answer.choices[0].message.content == output.text
+    whole = in_python(server, ChatPrompt(tuple(begun)), {"max_tokens": 9})
+    assert answer.usage.prompt_tokens == output.num_prompt_tokens < whole.num_prompt_tokens
+
+
 @pytest.mark.parametrize("num_answers", [1, 2])
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])
 def test_every_chunk_may_count_the_tokens_so_far(

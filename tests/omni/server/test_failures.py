@@ -74,7 +74,17 @@ def ask(client: Any, prompt: str = "x", model: str = "gated", **more: Any) -> st
         ({"logit_bias": {"5": 101}}, "logit_bias", "logit_bias.5: should be a number from -100"),
         ({"logit_bias": {"five": 1}}, "logit_bias", "should have token ids as keys"),
         ({"logit_bias": [5]}, "logit_bias", "should be a mapping"),
-        ({"extra_body": {"functions": [{}]}}, "functions", "not supported"),
+        ({"extra_body": {"functions": [{}]}}, "functions", "use tools, its newer form"),
+        (
+            {"extra_body": {"best_of": 2}},
+            "best_of",
+            "not supported, got 2: there is no beam",
+        ),
+        (
+            {"extra_body": {"continue_final_message": True, "add_generation_prompt": True}},
+            "messages",
+            "continue_final_message needs add_generation_prompt to be false",
+        ),
         ({"messages": []}, "messages", "must not be empty"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),
         ({"messages": [{"role": "poet", "content": "x"}]}, "messages[0].role", "should be"),

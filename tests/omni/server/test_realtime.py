@@ -26,6 +26,7 @@ from omni.server.serving.client import Client
 from tests.support.encoder_decoder_requests import tone
 from tests.support.gated_stage import GATES, GatedStage, gated_pipeline
 from tests.support.live_server import LiveServer
+from tests.support.media_requests import picture
 from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.tables import rows
 
@@ -106,6 +107,46 @@ def test_text_is_answered_and_remembered(running: LiveServer, talk: Talk):
         assert done["output"][0]["content"] == [{"type": "output_text", "text": expected}]
         assert done["usage"]["output_tokens"] == 10
         said.append({"role": "assistant", "content": expected})
+
+
+@pytest.mark.parametrize("has_input", [False, True])
+def test_a_response_outside_of_the_conversation_leaves_no_trace(
+    running: LiveServer, talk: Talk, has_input: bool
+):
+    talk.text("What is a tide?")
+    question = {"role": "user", "content": "Sort the waves." if has_input else "What is a tide?"}
+    part = {"type": "input_text", "text": question["content"]}
+    item = {"type": "message", "role": "user", "content": [part]}
+    wish = {"conversation": "none", "stages": SHORT, "reasoning": {"effort": "low"}}
+    talk.say("response.create", response=wish | ({"input": [item]} if has_input else {}))
+    heard = talk.until("response.done")
+    assert not [each for each in heard if each["type"].startswith("conversation.")]
+    expected = in_python(running, ChatPrompt((question,)))["thinker"].text
+    (message,) = heard[-1]["response"]["output"]
+    assert message["content"][0]["text"] == expected
+    talk.say("conversation.item.retrieve", item_id=message["id"])
+    assert talk.hear()["error"]["param"] == "item_id"
+
+
+def test_an_image_is_seen(running: LiveServer, talk: Talk):
+    url = f"data:image/png;base64,{b64encode(picture()).decode()}"
+    parts = [{"type": "input_image", "image_url": url, "detail": "low"}]
+    item = {"type": "message", "role": "user"}
+    item["content"] = [*parts, {"type": "input_text", "text": "What is it?"}]
+    hints = {"input": {"noise_reduction": {"type": "near_field"}}}
+    talk.say("session.update", session={"audio": hints, "truncation": {"type": "retention_ratio"}})
+    assert talk.hear()["type"] == "session.updated"
+    talk.say("conversation.item.create", item=item)
+    shown = talk.until("conversation.item.done")[-1]["item"]["content"][0]
+    assert shown == {"type": "input_image", "image_url": url}
+    talk.say("response.create", response={"stages": SHORT})
+    done = talk.until("response.done")[-1]["response"]
+    content = [{"type": "image"}, {"type": "text", "text": "What is it?"}]
+    prompt = ChatPrompt(
+        ({"role": "user", "content": content},), multi_modal_data={"image": (picture(),)}
+    )
+    expected = in_python(running, prompt)["thinker"].text
+    assert done["output"][0]["content"][0]["text"] == expected
 
 
 def test_instructions_without_items_are_answered(running: LiveServer, talk: Talk):
@@ -228,7 +269,10 @@ MISTAKES = rows("""
 {"type": "response.create", "respons": {}} | respons | did you mean 'response'?
 {"output_modalities": ["smell"]} | session.output_modalities[0] | should be
 {"model": "other"} | session.model | changed
-{"prompt": {"id": "x"}} | session.prompt | not supported
+{"prompt": {"id": "x"}} | session.prompt | the server stores no prompts
+{"type": "response.create", "response": {"input": []}} | response.input | needs conversation to be
+{"type": "conversation.item.create", "item": {"type": "message", "role": "user", "content": \
+[{"type": "input_image", "image_url": "/etc/passwd"}]}} | item.content[0].image_url | should match
 {"output_modalities": []} | session.output_modalities | must not be empty
 {"stages": {"nope": {}}} | session.stages.nope | unknown stage
 {"stages": {"thinker": {"temperature": -1}}} | session.stages.thinker.temperature | greater than or

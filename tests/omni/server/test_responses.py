@@ -219,15 +219,57 @@ def test_sampling_fields_and_metadata_are_accepted(client: openai.OpenAI) -> Non
     assert response["output"][0]["content"][0]["text"] == chat.choices[0].message.content
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_equal_those_of_a_chat(client: openai.OpenAI, stream: bool) -> None:
+    answer = chat(client, [{"role": "user", "content": QUESTION}], logprobs=True, top_logprobs=2)
+    asked: Any = ASKED | {"input": QUESTION, "top_logprobs": 2}
+    if stream:
+        with client.responses.create(stream=True, **asked) as events:
+            *_, last = events
+        response = last.response
+    else:
+        response = client.responses.create(**asked)
+    (part,) = checked(response).output[0].content
+    expected = [each.model_dump() for each in answer.choices[0].logprobs.content]
+    assert [each.model_dump() for each in part.logprobs] == expected and expected
+    asked = ASKED | {"input": QUESTION, "include": ["message.output_text.logprobs"]}
+    (part,) = client.responses.create(**asked).output[0].content
+    assert [each.logprob for each in part.logprobs] == [each["logprob"] for each in expected]
+
+
+def test_items_of_stored_responses_are_referred_to_by_id(client: openai.OpenAI) -> None:
+    called = client.responses.create(
+        **ASKED | {"max_output_tokens": 100}, input=QUESTION, tools=[ADD], tool_choice="required"
+    )
+    said = client.responses.create(input=QUESTION, **ASKED)
+    items = [*said.output, *called.output]
+    output = {"type": "function_call_output", "output": "3"}
+    outputs: Any = [output | {"call_id": each.call_id} for each in called.output]
+    references: Any = [{"type": "item_reference", "id": each.id} for each in items]
+    first: Any = {"role": "user", "content": QUESTION}
+    whole: Any = [each.to_dict() for each in items]
+    asked: Any = ASKED | {"tools": [ADD]}
+    expected = client.responses.create(input=[first, *whole, *outputs], **asked)
+    response = client.responses.create(input=[first, *references, *outputs], **asked)
+    assert response.output_text == expected.output_text
+    assert response.usage and expected.usage
+    assert response.usage.input_tokens == expected.usage.input_tokens
+    wrong: Any = [{"type": "item_reference", "id": f"{said.output[0].id}7"}]
+    with pytest.raises(openai.BadRequestError, match="no item is"):
+        client.responses.create(input=wrong, **ASKED)
+    with pytest.raises(openai.BadRequestError, match="is returned whole"):
+        client.responses.retrieve(said.id, stream=True)
+
+
 @pytest.mark.parametrize(
     ("wrong", "param", "message"),
     [
-        ({"include": ["message.output_text.logprobs"]}, "include", "not supported"),
         ({"input": []}, "input", "must not be empty"),
         ({"input": [{"type": "web_search_call"}]}, "input[0]", "should be an item of type message"),
         ({"input": [{"role": "user"}]}, "input[0].content", "missing"),
         ({"tools": [{"type": "web_search", "name": "a"}]}, "tools[0].type", "should be"),
-        ({"background": True}, "background", "not supported"),
+        ({"background": True}, "background", "a response is generated while its client waits"),
+        ({"input": [{"type": "item_reference", "id": "msg_a_0"}]}, "input[0].id", "is kept"),
         ({"truncation": "middle"}, "truncation", "not supported"),
         ({"max_output_tokens": -1}, "max_output_tokens", "greater than or equal to 0"),
         (
