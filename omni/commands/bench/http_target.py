@@ -299,7 +299,9 @@ def _streamed(data: Mapping[str, Any], folder: Path, flags: BenchFlags, model: s
     path, given = _from_batch(data) if "body" in data else _from_line(parse_line(data), folder)
     fields: dict[str, Any] = {**given, "model": model, "stream": True}
     fields["stream_options"] = {"include_usage": True}
-    if path == _CHAT and flags.speech:
+    if flags.speech:
+        if path != _CHAT:
+            raise ValueError("--speech takes lines with messages: completions are not spoken")
         fields.setdefault("modalities", ["text", "audio"])
     if "audio" in fields.get("modalities", ()):
         voice = {} if flags.voice is None else {"voice": flags.voice}

@@ -158,6 +158,11 @@ def test_a_line_without_openais_form_is_refused(
     assert expected in str(error.value)
 
 
+def test_completions_are_not_spoken():
+    with pytest.raises(ValueError, match="--speech takes lines with messages"):
+        call("chat", {"prompt": "x"}, speech=True)
+
+
 def test_speech_is_requested_as_samples():
     line = {"prompt": "Hi", "speaker": "Ann"}
     body = {"model": "m", "input": "Hi", "response_format": "pcm", "voice": "Ann"}
