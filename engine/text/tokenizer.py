@@ -277,19 +277,12 @@ def render_chat(
         _check_message(f"chat message {index}", message)
     for index, tool in enumerate(tools):
         _check_tool(f"tool {index}", tool)
-    if taken := _TEMPLATE_VALUES & values.keys():
-        raise ValueError(f"chat_template_kwargs has {sorted(taken)[0]!r}, which is given elsewhere")
-    values = dict(values)
-    continues = bool(values.pop("continue_final_message", False))
-    if values.setdefault("add_generation_prompt", not continues) and continues:
-        raise ValueError("continue_final_message needs add_generation_prompt to be false")
     if not tokenizer.chat_template:
         raise ValueError(
             "the checkpoint has no chat template, so chat messages cannot be turned into text; "
             "give the prompt as text"
         )
-    shown_tools = [dict(tool) for tool in tools] or None
-    rendering = _Rendering(tokenizer, shown_tools, values, limits, continues)
+    rendering = _rendering(tokenizer, tools, values, limits)
     problems: list[Exception] = []
     for forms in _forms_to_try(messages):
         try:
@@ -301,6 +294,21 @@ def render_chat(
         except (TemplateRefusalError, ValueError) as error:
             problems.append(error)
     raise _choose_error(problems)
+
+
+def _rendering(
+    tokenizer: PreTrainedTokenizerBase,
+    tools: Sequence[Message],
+    values: Mapping[str, Any],
+    limits: TemplateLimits,
+) -> _Rendering:
+    if taken := _TEMPLATE_VALUES & values.keys():
+        raise ValueError(f"chat_template_kwargs has {sorted(taken)[0]!r}, which is given elsewhere")
+    values = dict(values)
+    continues = bool(values.pop("continue_final_message", False))
+    if values.setdefault("add_generation_prompt", not continues) and continues:
+        raise ValueError("continue_final_message needs add_generation_prompt to be false")
+    return _Rendering(tokenizer, [dict(tool) for tool in tools] or None, values, limits, continues)
 
 
 def _choose_error(problems: Sequence[Exception]) -> ValueError:

@@ -131,8 +131,8 @@ def test_a_response_outside_of_the_conversation_leaves_no_trace(
 def test_an_image_is_seen(running: LiveServer, talk: Talk):
     url = f"data:image/png;base64,{b64encode(picture()).decode()}"
     parts = [{"type": "input_image", "image_url": url, "detail": "low"}]
-    item = {"type": "message", "role": "user"}
-    item["content"] = [*parts, {"type": "input_text", "text": "What is it?"}]
+    parts.append({"type": "input_text", "text": "What is it?"})
+    item = {"type": "message", "role": "user", "content": parts}
     hints = {"input": {"noise_reduction": {"type": "near_field"}}}
     talk.say("session.update", session={"audio": hints, "truncation": {"type": "retention_ratio"}})
     assert talk.hear()["type"] == "session.updated"
