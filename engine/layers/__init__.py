@@ -18,9 +18,9 @@ from engine.layers.layer_ops import apply_rotary as apply_rotary
 from engine.layers.layer_ops import can_pack as can_pack
 from engine.layers.layer_ops import empty_parameter as empty_parameter
 from engine.layers.layer_ops import rope_frequencies as rope_frequencies
-from engine.layers.linear import GatedMLP as GatedMLP
+from engine.layers.linear import GATED_NAMES as GATED_NAMES
+from engine.layers.linear import MLP as MLP
 from engine.layers.linear import Linear as Linear
-from engine.layers.linear import PlainMLP as PlainMLP
 from engine.layers.mamba import Mamba2Mixer as Mamba2Mixer
 from engine.layers.mamba import MambaMixer as MambaMixer
 from engine.layers.shards import COLUMNS as COLUMNS

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from engine.checkpoints.config_file import activation_of
 from engine.checkpoints.quantized_weight import Target
 from engine.layers.layer_ops import LayerOps, TensorOptions
-from engine.layers.linear import GatedMLP, Linear, multiply_groups
+from engine.layers.linear import GATED_NAMES, MLP, Linear, multiply_groups
 from engine.layers.shards import WHOLE, Shards
 
 
@@ -55,7 +55,7 @@ class ExpertsConfig:
     normalize: bool = False
     shared_size: int = 0
     router: str = "gate"
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    names: tuple[str, str, str] = GATED_NAMES
     stacked: bool = False
 
     def __post_init__(self) -> None:
@@ -94,9 +94,9 @@ class SparseMoE(nn.Module):
         self.ops = ops or LayerOps()
         self.activation = activation_of(activation)
 
-        def mlp(intermediate_size: int, names: tuple[str, str, str]) -> GatedMLP:
+        def mlp(intermediate_size: int, names: tuple[str, str, str]) -> MLP:
             sizes = (hidden_size, intermediate_size, activation)
-            return GatedMLP(*sizes, names=names, ops=self.ops, shards=shards, **options)
+            return MLP(*sizes, names=names, ops=self.ops, shards=shards, **options)
 
         def scores(name: str, rows: int) -> Linear:
             return Linear(hidden_size, {name: rows}, **options)
@@ -109,9 +109,9 @@ class SparseMoE(nn.Module):
         self.expert_modules = nn.ModuleList(self.experts)
         # Stacked weights of the experts' up and down products; built on first use on a GPU.
         self._stacks: tuple[Tensor | None, ...] | None = None
-        self.shared: GatedMLP | None = None
+        self.shared: MLP | None = None
         if config.shared_size:
-            self.shared = mlp(config.shared_size, ("gate_proj", "up_proj", "down_proj"))
+            self.shared = mlp(config.shared_size, GATED_NAMES)
             self.shared_gate = scores("shared_expert_gate", 1)
             self.routers.append(self.shared_gate)
 

@@ -244,13 +244,17 @@ def multiply_groups(linears: Sequence[Linear], x: Tensor, sizes: Sequence[int]) 
     return multiply(panels, x.contiguous(), sizes)
 
 
-class PlainMLP(nn.Module):
-    """``down(act(up(x)))``.
+GATED_NAMES = ("gate_proj", "up_proj", "down_proj")
+"""Usual checkpoint names of the matrices of a gated MLP."""
+
+
+class MLP(nn.Module):
+    """``down(act(gate(x)) * up(x))``, gate and up in one product; or ``down(act(up(x)))``.
 
     Args:
         intermediate_size: width between the two products, of each matrix of the first.
         output_size: width of the result; None: ``hidden_size``.
-        names: checkpoint names of the matrices of the first product, followed by the second's.
+        names: checkpoint names of gate, up and down projection; without a gate, of the other two.
         ops: computes the activation; None: plain torch.
         shards: this process's share of the width between the products.
 
@@ -264,8 +268,8 @@ class PlainMLP(nn.Module):
         intermediate_size: int,
         activation: str,
         *,
-        names: tuple[str, ...],
-        bias: bool,
+        names: tuple[str, ...] = GATED_NAMES,
+        bias: bool = False,
         output_size: int | None = None,
         ops: LayerOps | None = None,
         shards: Shards = WHOLE,
@@ -276,6 +280,7 @@ class PlainMLP(nn.Module):
         width = shards.share(intermediate_size, "the MLP's width")
         down = {names[-1]: output_size or hidden_size}
         up = dict.fromkeys(names[:-1], width)
+        self.is_gated = len(up) == 2
         self.up = Linear(hidden_size, up, bias=bias, split=(shards, ROWS), **options)
         self.down = Linear(width, down, bias=bias, split=(shards, COLUMNS), **options)
         self.activation = activation_of(activation)
@@ -291,30 +296,6 @@ class PlainMLP(nn.Module):
 
     def part(self, x: Tensor) -> Tensor:
         """Compute the partial result of this process's share of the width."""
+        if self.is_gated:
+            return self.down(self.ops.gate(self.up(x), self.activation))
         return self.down(self.ops.each(self.activation, self.up(x)))
-
-
-class GatedMLP(PlainMLP):
-    """``down(act(gate(x)) * up(x))``, gate and up in one product.
-
-    Arguments as for :class:`PlainMLP`; ``names`` are those of the gate, up and down projections.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        activation: str,
-        *,
-        bias: bool = False,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-        ops: LayerOps | None = None,
-        shards: Shards = WHOLE,
-        **options: Unpack[TensorOptions],
-    ) -> None:
-        sizes = (hidden_size, intermediate_size, activation)
-        super().__init__(*sizes, names=names, bias=bias, ops=ops, shards=shards, **options)
-
-    def part(self, x: Tensor) -> Tensor:
-        """See :meth:`PlainMLP.part`."""
-        return self.down(self.ops.gate(self.up(x), self.activation))

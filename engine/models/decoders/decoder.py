@@ -27,17 +27,17 @@ from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
 from engine.layers import (
     COLUMNS,
+    GATED_NAMES,
+    MLP,
     ROWS,
     DeltaRuleMixer,
     ExpertsConfig,
-    GatedMLP,
     HeadNorm,
     LayerNorm,
     Linear,
     Mamba2Mixer,
     MambaMixer,
     MultiAxisRotaryEmbedding,
-    PlainMLP,
     RMSNorm,
     RotaryEmbedding,
     SparseMoE,
@@ -267,17 +267,15 @@ def build_norm(config: DecoderConfig, settings: ModelSettings) -> RMSNorm:
 
 def build_mlp(
     config: DecoderConfig, settings: ModelSettings, experts: ExpertsConfig | None = None
-) -> PlainMLP | SparseMoE:
+) -> MLP | SparseMoE:
     """Build the MLP of a layer, which may be a mixture of experts."""
     hidden, options = config.hidden_size, settings.tensor_options
     ops, shards = settings.ops, settings.shards
     if experts is not None:
         return SparseMoE(hidden, experts, config.activation, ops=ops, shards=shards, **options)
     sizes, bias = (hidden, config.intermediate_size, config.activation), config.mlp_bias
-    if config.plain_mlp is not None:
-        names = config.plain_mlp
-        return PlainMLP(*sizes, names=names, bias=bias, ops=ops, shards=shards, **options)
-    return GatedMLP(*sizes, bias=bias, ops=ops, shards=shards, **options)
+    names = config.plain_mlp or GATED_NAMES
+    return MLP(*sizes, names=names, bias=bias, ops=ops, shards=shards, **options)
 
 
 class DecoderLayer(nn.Module):

@@ -38,7 +38,7 @@ from engine.inputs.encoder_decoder_inputs import (
 )
 from engine.inputs.prompt_processor import PromptSources
 from engine.interface.prompts import DecoderPrompt, EncoderPrompt
-from engine.layers import GatedMLP, Linear, RMSNorm, empty_parameter
+from engine.layers import MLP, Linear, RMSNorm, empty_parameter
 from engine.media.image_file import load_image_processor
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import DecoderConfig, DecoderLayer, DecoderModel, build_rotary
@@ -63,7 +63,7 @@ class ImageLayer(nn.Module):
         self.key_norm = RMSNorm(self.head_dim, eps, ops=ops, **options)
         self.input_norm = RMSNorm(hidden, eps, ops=ops, **options)
         self.mlp_norm = RMSNorm(hidden, eps, ops=ops, **options)
-        self.mlp = GatedMLP(hidden, config.intermediate_size, config.activation, ops=ops, **options)
+        self.mlp = MLP(hidden, config.intermediate_size, config.activation, ops=ops, **options)
         self.gates = empty_parameter(2, 1, **options)
         spec = CrossAttentionSpec(
             settings.block_size, self.num_kv_heads, self.head_dim, settings.page_dtype

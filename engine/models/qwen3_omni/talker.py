@@ -31,7 +31,7 @@ from engine.attention.layer import AttentionStep
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import Target
 from engine.interface.sampling_params import SamplingParams
-from engine.layers import Linear, MultiAxisRotaryEmbedding, PlainMLP, empty_parameter
+from engine.layers import MLP, Linear, MultiAxisRotaryEmbedding, empty_parameter
 from engine.models.base import ModelSettings
 from engine.models.decoders.code_predictor import CodePredictor
 from engine.models.decoders.decoder import DecoderModel, build_multi_axis_rotary, build_rotary
@@ -101,7 +101,7 @@ class Qwen3OmniTalker(DecoderModel):
         names, options = ("linear_fc1", "linear_fc2"), settings.tensor_options
         width, ops = text.hidden_size, settings.ops
         self.text_projection, self.hidden_projection = (
-            PlainMLP(*sizes, names=names, bias=True, output_size=width, ops=ops, **options)
+            MLP(*sizes, names=names, bias=True, output_size=width, ops=ops, **options)
             for _ in range(2)
         )
 

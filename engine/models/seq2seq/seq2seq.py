@@ -24,7 +24,7 @@ from transformers.models.t5.modeling_t5 import T5Attention
 
 from engine.attention.layer import Attention, AttentionStep
 from engine.checkpoints.quantized_weight import Target
-from engine.layers import GatedMLP, LayerNorm, Linear, PlainMLP, RMSNorm, empty_parameter
+from engine.layers import MLP, LayerNorm, Linear, RMSNorm, empty_parameter
 from engine.models.base import ModelSettings
 from engine.models.encoder_module import EncoderDecoderModel, EncoderModule
 from prefix_cache import AttentionSpec, CrossAttentionSpec, FullAttentionSpec
@@ -237,10 +237,8 @@ class Seq2SeqLayer(nn.Module):
         self.cross_attention = DecoderCrossAttention(f"{name}.cross_attn", config, settings)
         sizes = (config.hidden_size, config.intermediate_size, config.activation)
         names, options = config.names.mlp_projections, settings.tensor_options
-        make: type[Any] = GatedMLP if len(names) == 3 else PlainMLP
-        self.mlp: PlainMLP = make(
-            *sizes, names=names, bias=config.mlp_bias, ops=settings.ops, **options
-        )
+        bias, ops = config.mlp_bias, settings.ops
+        self.mlp = MLP(*sizes, names=names, bias=bias, ops=ops, **options)
         self.self_norm = build_norm(config, settings)
         self.cross_norm = build_norm(config, settings)
         self.mlp_norm = build_norm(config, settings)

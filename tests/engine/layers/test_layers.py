@@ -36,8 +36,8 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import (
 )
 
 from engine.layers import (
+    MLP,
     ExpertsConfig,
-    GatedMLP,
     HeadNorm,
     Linear,
     MultiAxisRotaryEmbedding,
@@ -168,7 +168,7 @@ def test_mlp_equals_transformers(activation: str):
         mlp_bias=True,
     )
     theirs = LlamaMLP(config)
-    mlp = GatedMLP(16, 40, activation, bias=True, dtype=torch.float32, device=CPU)
+    mlp = MLP(16, 40, activation, bias=True, dtype=torch.float32, device=CPU)
     for name, target in mlp.targets(""):
         target.copy_(theirs.get_parameter(name).data)
     x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
