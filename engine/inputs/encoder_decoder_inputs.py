@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 
 from engine.inputs.prompt_processor import (
     PromptContent,
@@ -21,13 +21,11 @@ from engine.inputs.prompt_processor import (
     refuse_items,
 )
 from engine.inputs.prompt_tokens import (
-    InputLimits,
     WrittenPrompt,
     check_token_ids,
     first_ids,
     tokenize,
 )
-from engine.interface.config import MediaLimits
 from engine.interface.ownership import turn_of
 from engine.interface.prompts import (
     AudioPrompt,
@@ -43,10 +41,9 @@ from engine.interface.prompts import (
     TextChunk,
     TextPrompt,
     TokensPrompt,
-    TranscriptionOptions,
 )
-from engine.media.image_file import image_features
-from engine.media.sound_file import SampleReader, SpectrogramExtractor
+from engine.media.image_file import image_features, load_image_processor
+from engine.media.sound_file import SampleReader, load_extractor
 from engine.requests.encoder_input import (
     EncoderInput,
     PromptChoice,
@@ -99,17 +96,14 @@ class InputWindows:
 
 
 class EncoderInputMaker(ABC):
-    """Converts prompts of one kind into encoder inputs.
-
-    Args:
-        max_len: maximum rows of the encoder's output for one request.
-    """
+    """Converts prompts of one kind into encoder inputs."""
 
     modality: str
     takes: str
 
-    def __init__(self, max_len: int) -> None:
-        self._max_len = max_len
+    def __init__(self, sources: PromptSources) -> None:
+        # Maximum rows of the encoder's output for one request.
+        self._max_len: int = sources.model.max_encoder_len
 
     @abstractmethod
     def make(
@@ -148,7 +142,7 @@ class TextEncoderInputs(EncoderInputMaker):
     takes = "text or token ids"
 
     def __init__(self, sources: PromptSources) -> None:
-        super().__init__(sources.model.max_encoder_len)
+        super().__init__(sources)
         self._vocab_size: int = sources.model.input_vocab_size
         self._tokenizer = sources.tokenizer
         self._limits = sources.limits
@@ -193,19 +187,15 @@ class AudioEncoderInputs(EncoderInputMaker):
     modality = "audio"
     takes = "audio (a file or samples)"
 
-    def __init__(
-        self,
-        max_len: int,
-        extractor: SpectrogramExtractor,
-        limits: MediaLimits | None = None,
-        *,
-        vad: bool = False,
-    ) -> None:
-        super().__init__(max_len)
-        self._vad = vad
-        self._extractor = extractor
-        self._reader = SampleReader(int(extractor.sampling_rate), None, limits or MediaLimits())
-        self._window = int(extractor.n_samples)
+    def __init__(self, sources: PromptSources) -> None:
+        super().__init__(sources)
+        self._vad = sources.vad
+        checkpoint = sources.checkpoint
+        trust = checkpoint.trust_remote_code
+        self._extractor = load_extractor(checkpoint.path, trust_remote_code=trust)
+        rate = int(self._extractor.sampling_rate)
+        self._reader = SampleReader(rate, None, sources.media_limits)
+        self._window = int(self._extractor.n_samples)
 
     def of_chat(self, chat: ChatPrompt) -> AudioPrompt:
         """Return the only sound of a chat without text."""
@@ -269,23 +259,17 @@ class ImageEncoderInputs(EncoderInputMaker):
     """Converts one image into the tiles and their arrangement for a vision encoder.
 
     Args:
-        processor: the checkpoint's: converts images to tensors with a batch dimension.
-        feature_names: the processor's tensors that the encoder takes.
+        feature_names: the checkpoint's processor's tensors that the encoder takes.
     """
 
     modality = "image"
     takes = "an image"
 
-    def __init__(
-        self,
-        max_len: int,
-        processor: Any,
-        feature_names: tuple[str, ...],
-        limits: MediaLimits | None = None,
-    ) -> None:
-        super().__init__(max_len)
-        self._limits = limits or MediaLimits()
-        self._processor = processor
+    def __init__(self, sources: PromptSources, *, feature_names: tuple[str, ...]) -> None:
+        super().__init__(sources)
+        self._limits, checkpoint = sources.media_limits, sources.checkpoint
+        trust = checkpoint.trust_remote_code
+        self._processor = load_image_processor(checkpoint.path, trust_remote_code=trust)
         self._feature_names = feature_names
 
     def make(self, prompt: EncoderPrompt | None, *, cache_salt: str | None) -> EncoderInput:
@@ -362,7 +346,6 @@ class DecoderPromptRule:
 
     Args:
         generation_config: names tokens that the config may lack.
-        options: the engine's own options, for speech models.
 
     Attributes:
         start_token_id: ``<DEC>``.
@@ -371,19 +354,12 @@ class DecoderPromptRule:
         ValueError: the checkpoint names no start token.
     """
 
-    def __init__(
-        self,
-        config: PreTrainedConfig,
-        generation_config: GenerationConfig,
-        tokenizer: PreTrainedTokenizerBase | None,
-        limits: InputLimits,
-        options: TranscriptionOptions | None = None,
-    ) -> None:
-        self._config = config
+    def __init__(self, sources: PromptSources, generation_config: GenerationConfig) -> None:
+        self._config = sources.checkpoint.config
         self._generation_config = generation_config
-        self._tokenizer = tokenizer
-        self._limits = limits
-        self._options = options or TranscriptionOptions()
+        self._tokenizer = sources.tokenizer
+        self._limits = sources.limits
+        self._options = sources.transcription
         self.start_token_id = self._first_named(*self._names_of_start)
 
     _names_of_start: tuple[str, ...] = ("decoder_start_token_id", "bos_token_id")
@@ -499,15 +475,13 @@ class EncoderDecoderPromptProcessor(PromptProcessor):
         decoder_rule: type[DecoderPromptRule] = DecoderPromptRule,
         text_is_for_decoder: bool = False,
     ) -> None:
-        checkpoint, config = sources.checkpoint, sources.checkpoint.config
         # As in transformers for a checkpoint without one.
-        generation = checkpoint.generation_config or GenerationConfig.from_model_config(config)
+        generation = sources.checkpoint.generation_config
+        generation = generation or GenerationConfig.from_model_config(sources.checkpoint.config)
         self._model = sources.model
         self._encoder_inputs = encoder_inputs(sources)
         self.modalities = (*(["text"] * text_is_for_decoder), self._encoder_inputs.modality)
-        self._decoder_rule = decoder_rule(
-            config, generation, sources.tokenizer, sources.limits, sources.transcription
-        )
+        self._decoder_rule = decoder_rule(sources, generation)
         self.suppress_token_ids = tuple(generation.suppress_tokens or ())
         self.begin_suppress_token_ids = tuple(generation.begin_suppress_tokens or ())
         self._text_is_for_decoder = text_is_for_decoder

@@ -36,10 +36,8 @@ from engine.inputs.encoder_decoder_inputs import (
     EncoderDecoderPromptProcessor,
     ImageEncoderInputs,
 )
-from engine.inputs.prompt_processor import PromptSources
 from engine.interface.prompts import DecoderPrompt, EncoderPrompt
 from engine.layers import MLP, Linear, RMSNorm, empty_parameter
-from engine.media.image_file import load_image_processor
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import DecoderConfig, DecoderLayer, DecoderModel, build_rotary
 from engine.models.encoder_module import EncoderDecoderModel, EncoderModule, build_empty
@@ -256,16 +254,9 @@ class MllamaPromptRule(DecoderPromptRule):
         return self._given(decoder)
 
 
-def _tiled_image_inputs(sources: PromptSources) -> ImageEncoderInputs:
-    path, trust = sources.checkpoint.path, sources.checkpoint.trust_remote_code
-    processor = load_image_processor(path, trust_remote_code=trust)
-    longest, limits = sources.model.max_encoder_len, sources.media_limits
-    return ImageEncoderInputs(longest, processor, FEATURE_NAMES, limits)
-
-
 MLLAMA_PROMPTS = partial(
     EncoderDecoderPromptProcessor,
-    encoder_inputs=_tiled_image_inputs,
+    encoder_inputs=partial(ImageEncoderInputs, feature_names=FEATURE_NAMES),
     decoder_rule=MllamaPromptRule,
     text_is_for_decoder=True,
 )

@@ -26,7 +26,6 @@ from engine.inputs.encoder_decoder_inputs import (
     EncoderDecoderPromptProcessor,
     InputWindows,
 )
-from engine.inputs.prompt_processor import PromptSources
 from engine.inputs.prompt_tokens import WrittenPrompt, tokenize
 from engine.interface.prompts import (
     AudioPrompt,
@@ -35,7 +34,6 @@ from engine.interface.prompts import (
     TextPrompt,
     TranscriptionOptions,
 )
-from engine.media.sound_file import load_extractor
 from engine.models.base import ModelSettings
 from engine.models.encoder_module import EncoderModule, build_empty
 from engine.models.seq2seq.seq2seq import FAIRSEQ_NAMES, Seq2SeqConfig, Seq2SeqModel
@@ -386,13 +384,6 @@ def build_whisper(checkpoint: Checkpoint, settings: ModelSettings) -> Seq2SeqMod
     return model
 
 
-def _speech_inputs(sources: PromptSources) -> AudioEncoderInputs:
-    path, trust = sources.checkpoint.path, sources.checkpoint.trust_remote_code
-    extractor = load_extractor(path, trust_remote_code=trust)
-    longest, limits = sources.model.max_encoder_len, sources.media_limits
-    return AudioEncoderInputs(longest, extractor, limits, vad=sources.vad)
-
-
 WHISPER_PROMPTS = partial(
-    EncoderDecoderPromptProcessor, encoder_inputs=_speech_inputs, decoder_rule=WhisperPromptRule
+    EncoderDecoderPromptProcessor, encoder_inputs=AudioEncoderInputs, decoder_rule=WhisperPromptRule
 )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -283,11 +286,16 @@ def bart_tokenizer() -> PreTrainedTokenizerBase:
     )
 
 
+def rule_sources(config: Any, tokenizer: Any) -> PromptSources:
+    checkpoint: Any = SimpleNamespace(config=config)
+    return PromptSources(checkpoint, None, tokenizer, limits(config.vocab_size))
+
+
 def bart_rule(**overrides: Any) -> DecoderPromptRule:
     config = BartConfig(**overrides)
     generation = GenerationConfig.from_model_config(config)
     generation.update(**overrides)
-    return DecoderPromptRule(config, generation, bart_tokenizer(), limits(config.vocab_size))
+    return DecoderPromptRule(rule_sources(config, bart_tokenizer()), generation)
 
 
 @pytest.mark.parametrize(
@@ -371,7 +379,7 @@ def test_t5_begins_as_in_generate(start: int | None, given: tuple[int, ...] | No
     # Without its own start token, generate() requires one; T5 uses padding.
     generation = GenerationConfig.from_model_config(config)
     generation.update(**named)
-    rule = T5PromptRule(config, generation, None, limits(20))
+    rule = T5PromptRule(rule_sources(config, None), generation)
     prompt = None if given is None else TokensPrompt(given)
     assert rule.prompt_ids("any", prompt) == out[0, :-1].tolist()
 
@@ -389,7 +397,7 @@ def whisper_rule(
     model: Model, settings: Settings | None = None, tokenizer: Any = None
 ) -> WhisperPromptRule:
     generation = generation_of(model, settings)
-    return WhisperPromptRule(model.config, generation, tokenizer, limits(model.config.vocab_size))
+    return WhisperPromptRule(rule_sources(model.config, tokenizer), generation)
 
 
 def generation_of(model: Model, settings: Settings | None) -> GenerationConfig:
@@ -550,7 +558,18 @@ def test_whispers_decoder_text_is_used_unchanged(whisper: Family, whisper_model:
 
 RATE = 16_000
 EXTRACTOR = WhisperFeatureExtractor(feature_size=16, chunk_length=1)
-INPUTS = AudioEncoderInputs(50, EXTRACTOR)
+
+
+def encoder_sources(folder: Path, max_len: int) -> PromptSources:
+    checkpoint: Any = SimpleNamespace(path=folder, trust_remote_code=False)
+    return PromptSources(checkpoint, SimpleNamespace(max_encoder_len=max_len), None, limits(64))
+
+
+@cache
+def speech_inputs() -> AudioEncoderInputs:
+    with TemporaryDirectory() as folder:
+        EXTRACTOR.save_pretrained(folder)
+        return AudioEncoderInputs(encoder_sources(Path(folder), 50))
 
 
 def sine(seconds: float, hertz: float = 300.0) -> np.ndarray:
@@ -558,7 +577,7 @@ def sine(seconds: float, hertz: float = 300.0) -> np.ndarray:
 
 
 def make(prompt: object, salt: str | None = None):
-    return INPUTS.make(prompt, cache_salt=salt)
+    return speech_inputs().make(prompt, cache_salt=salt)
 
 
 @pytest.mark.parametrize("kind", [torch.from_numpy, np.asarray, lambda x: x.astype(np.float64)])
@@ -633,10 +652,10 @@ def test_the_extractor_comes_from_the_checkpoint(tmp_path: Path) -> None:
 
 def test_a_checkpoint_without_the_right_extractor_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="feature extractor in .* cannot be loaded"):
-        AudioEncoderInputs(100, load_extractor(tmp_path))
+        AudioEncoderInputs(encoder_sources(tmp_path, 100))
     SeamlessM4TFeatureExtractor(feature_size=16, num_mel_bins=16).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="a SeamlessM4T.*must make spectrograms of windows"):
-        AudioEncoderInputs(100, load_extractor(tmp_path))
+        AudioEncoderInputs(encoder_sources(tmp_path, 100))
 
 
 NAMES = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
@@ -647,7 +666,7 @@ PROCESSOR = MllamaImageProcessorPil(size={"height": 28, "width": 28}, max_image_
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> ImageEncoderInputs:
     folder = tmp_path_factory.mktemp("processor")
     PROCESSOR.save_pretrained(folder)
-    return ImageEncoderInputs(68, load_image_processor(folder), NAMES)
+    return ImageEncoderInputs(encoder_sources(folder, 68), feature_names=NAMES)
 
 
 def test_an_image_becomes_the_processors_tiles(inputs: ImageEncoderInputs) -> None:
