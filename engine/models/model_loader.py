@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -27,21 +26,8 @@ _EMBEDDING = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
 
 
-def open_checkpoint(
-    model: str | Path,
-    *,
-    part: str | None = None,
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-) -> Checkpoint:
-    """Open a checkpoint of any known family; see :meth:`Checkpoint.open`."""
-    return Checkpoint.open(
-        model,
-        part=part,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-        parts_of=FAMILIES.parts_of,
-    )
+open_checkpoint = partial(Checkpoint.open, parts_of=FAMILIES.parts_of)
+"""Open a checkpoint of any known family; see :meth:`Checkpoint.open`."""
 
 
 def open_configured(config: EngineConfig) -> Checkpoint:
