@@ -23,6 +23,7 @@ from engine.layers.linear import MLP as MLP
 from engine.layers.linear import Linear as Linear
 from engine.layers.mamba import Mamba2Mixer as Mamba2Mixer
 from engine.layers.mamba import MambaMixer as MambaMixer
+from engine.layers.mamba import RecurrentMixer as RecurrentMixer
 from engine.layers.shards import COLUMNS as COLUMNS
 from engine.layers.shards import ROWS as ROWS
 from engine.layers.shards import WHOLE as WHOLE

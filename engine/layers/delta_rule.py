@@ -25,16 +25,15 @@ from typing import Unpack
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from engine.attention.layer import AttentionStep
 from engine.attention.packed_layout import Chunks
-from engine.checkpoints.config_file import activation_of
 from engine.checkpoints.quantized_weight import Target
 from engine.layers.layer_ops import LayerOps, TensorOptions, empty_parameter
 from engine.layers.linear import Linear
-from engine.layers.mamba import CausalConv, Rows, recurrent_state, step_and_scan, weighted
+from engine.layers.mamba import CausalConv, RecurrentMixer, Rows, step_and_scan, weighted
 
 _EPSILON = 1e-6
 
@@ -91,24 +90,21 @@ def delta_scan(rows: Rows, states: Tensor, chunks: Chunks) -> tuple[Tensor, Tens
     return y, torch.empty_like(h).index_copy_(0, order.sequences, h)
 
 
-class DeltaRuleMixer(nn.Module):
+class DeltaRuleMixer(RecurrentMixer):
     """Mixes a request's tokens through a state of fixed size::
 
         x ─┬─► in_proj ─┬─► q | k | v ─► conv ─► act ─► delta rule ─► norm ─► * ─► out
            │            └─► z ─► silu ────────────────────│─────────────────┘
            └─► gates ─► beta, decay ──────────────────────┘
 
+    Arguments as for :class:`RecurrentMixer`, except the convolution and the shape.
+
     Args:
-        layer_name: unique name in the model, under which the state is kept.
-        config: transformers config, with its names for the sizes.
         interleaved: if true, one matrix computes q, k, v and z, and another the gates, key head by
             key head; otherwise z and each gate have separate matrices.
-        ops: computes everything except the recurrence; None: plain torch.
-        dtype: of weights, activations and the convolution's state; the recurrent state is float32.
 
     Raises:
-        ValueError: the activation is unknown, the convolution spans fewer than 2 tokens, or the
-            number of value heads is no multiple of the number of key heads.
+        ValueError: also if the number of value heads is no multiple of the number of key heads.
     """
 
     def __init__(
@@ -121,21 +117,22 @@ class DeltaRuleMixer(nn.Module):
         ops: LayerOps | None = None,
         **options: Unpack[TensorOptions],
     ) -> None:
-        super().__init__()
-        self.ops = ops or LayerOps()
-        hidden = config.hidden_size
         heads, groups = config.linear_num_value_heads, config.linear_num_key_heads
         if heads % groups:
             raise ValueError(
                 "linear_num_value_heads must be a multiple of linear_num_key_heads, "
                 f"got {heads} and {groups}"
             )
-        self.num_heads, self.num_groups, self.interleaved = heads, groups, interleaved
-        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
-        self.norm_eps, self.activation = config.rms_norm_eps, activation_of(config.hidden_act)
-        keys, values = groups * self.key_dim, heads * self.value_dim
-        self.conv_splits = (keys, keys, values)
+        key_dim, value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        keys, values = groups * key_dim, heads * value_dim
         width = 2 * keys + values
+        conv = CausalConv(width, config.linear_conv_kernel_dim, bias=False, **options)
+        shape, common = (heads, key_dim, value_dim), (layer_name, config, block_size)
+        super().__init__(*common, conv=conv, state_shape=shape, ops=ops)
+        self.num_heads, self.num_groups, self.interleaved = heads, groups, interleaved
+        self.key_dim, self.value_dim = key_dim, value_dim
+        self.norm_eps, self.conv_splits = config.rms_norm_eps, (keys, keys, values)
+        hidden = config.hidden_size
         parts, gates = {"in_proj_qkvz": width + values}, {"in_proj_ba": 2 * heads}
         if not interleaved:
             parts = {"in_proj_qkv": width, "in_proj_z": values}
@@ -143,25 +140,15 @@ class DeltaRuleMixer(nn.Module):
         self.in_proj = Linear(hidden, parts, **options)
         self.gates = Linear(hidden, gates, **options)
         self.out_proj = Linear(values, {"out_proj": hidden}, **options)
-        self.conv = CausalConv(width, config.linear_conv_kernel_dim, bias=False, **options)
-        self.norm_weight = empty_parameter(self.value_dim, **options)
+        self.norm_weight = empty_parameter(value_dim, **options)
         options["dtype"] = torch.float32
         self.a, self.dt_bias = (empty_parameter(heads, **options) for _ in range(2))
-        shape = (heads, self.key_dim, self.value_dim)
-        self.state = recurrent_state(layer_name, block_size, self.conv, shape)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
-        for product in (self.in_proj, self.gates, self.out_proj):
-            yield from product.targets(prefix)
-        yield from self.conv.targets(f"{prefix}conv1d.")
-        yield f"{prefix}A_log", self.a.data
+        yield from super().targets(prefix)
         yield f"{prefix}dt_bias", self.dt_bias.data
         yield f"{prefix}norm.weight", self.norm_weight.data
-
-    def finish_loading(self) -> None:
-        """Convert the loaded logarithms to A; call once."""
-        self.a.exp_().neg_()
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """Compute q, k and v concatenated, z, and the gates for beta and the decay."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from math import prod
 from typing import TypeAlias, Unpack
 
 import torch
@@ -101,27 +100,25 @@ class CausalConv(nn.Module):
 
 
 class RecurrentMixer(nn.Module):
-    """Base of the Mamba mixers; a subclass adds ``a``, ``d`` and the code between the projections.
+    """Base of mixers with a convolution and a recurrence; a subclass adds ``a`` and the products.
 
     Args:
         layer_name: unique name in the model, under which the state is kept.
         config: transformers config, with its names for the sizes.
-        in_width: output width of the input projection.
+        conv: the convolution before the recurrence; its state has its weights' type. The recurrence
+            and its state use float32, because rounding to a shorter type at every token accumulates
+            errors.
         state_shape: of the recurrence: channels, possibly split into heads, and the state size.
         ops: computes everything except the recurrence; None: plain torch.
-        dtype: of weights, activations and the convolution's state. The recurrence and its state
-            use float32, because rounding to a shorter type at every token accumulates errors.
 
     Attributes:
         a: the logarithm of -A until :meth:`finish_loading`, then A.
-        d: weight of each channel's skip connection.
 
     Raises:
         ValueError: the activation is unknown, or the convolution spans fewer than 2 tokens.
     """
 
     a: nn.Parameter
-    d: nn.Parameter
 
     def __init__(
         self,
@@ -129,21 +126,17 @@ class RecurrentMixer(nn.Module):
         config: PreTrainedConfig,
         block_size: int,
         *,
-        in_width: int,
-        conv_width: int,
+        conv: CausalConv,
         state_shape: tuple[int, ...],
         ops: LayerOps | None,
-        **options: Unpack[TensorOptions],
     ) -> None:
         super().__init__()
         self.ops = ops or LayerOps()
-        hidden, inner, bias = config.hidden_size, prod(state_shape[:-1]), config.mamba_proj_bias
         self.activation = activation_of(config.hidden_act)
-        self.in_proj = Linear(hidden, {"in_proj": in_width}, bias=bias, **options)
-        has_bias = config.mamba_conv_bias
-        self.conv = CausalConv(conv_width, config.mamba_d_conv, bias=has_bias, **options)
-        self.out_proj = Linear(inner, {"out_proj": hidden}, bias=bias, **options)
-        self.state = recurrent_state(layer_name, block_size, self.conv, state_shape)
+        self.conv = conv
+        of_conv = StateTensor(conv.state_shape, conv.taps.dtype)
+        kept = (of_conv, StateTensor(state_shape, torch.float32))
+        self.state = StateLayer(layer_name, MambaSpec(block_size, kept))
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
@@ -152,20 +145,10 @@ class RecurrentMixer(nn.Module):
                 yield from module.targets(prefix)
         yield from self.conv.targets(f"{prefix}conv1d.")
         yield f"{prefix}A_log", self.a.data
-        yield f"{prefix}D", self.d.data
 
     def finish_loading(self) -> None:
         """Convert the loaded logarithms to A; call once."""
         self.a.exp_().neg_()
-
-
-def recurrent_state(
-    layer_name: str, block_size: int, conv: CausalConv, shape: tuple[int, ...]
-) -> StateLayer:
-    """Build the per-request state of a convolution and of the float32 recurrence after it."""
-    of_conv = StateTensor(conv.state_shape, conv.taps.dtype)
-    kept = (of_conv, StateTensor(shape, torch.float32))
-    return StateLayer(layer_name, MambaSpec(block_size, kept))
 
 
 Rows: TypeAlias = tuple[Tensor, ...]
@@ -252,7 +235,10 @@ class MambaMixer(RecurrentMixer):
                  │                └─► dt | B | C ─► norms ─────────┘              │
                  └──────────────────────── gate ─► silu ──────────────────────────┘
 
-    Arguments as for :class:`RecurrentMixer`, except widths and shapes.
+    Arguments as for :class:`RecurrentMixer`, except the convolution and the shape.
+
+    Attributes:
+        d: weight of each channel's skip connection.
     """
 
     def __init__(
@@ -266,16 +252,12 @@ class MambaMixer(RecurrentMixer):
     ) -> None:
         inner = config.mamba_expand * config.hidden_size
         rank, size = config.mamba_dt_rank, config.mamba_d_state
-        super().__init__(
-            layer_name,
-            config,
-            block_size,
-            in_width=2 * inner,
-            conv_width=inner,
-            state_shape=(inner, size),
-            ops=ops,
-            **options,
-        )
+        conv = CausalConv(inner, config.mamba_d_conv, bias=config.mamba_conv_bias, **options)
+        shape, common = (inner, size), (layer_name, config, block_size)
+        super().__init__(*common, conv=conv, state_shape=shape, ops=ops)
+        hidden, bias = config.hidden_size, config.mamba_proj_bias
+        self.in_proj = Linear(hidden, {"in_proj": 2 * inner}, bias=bias, **options)
+        self.out_proj = Linear(inner, {"out_proj": hidden}, bias=bias, **options)
         self.split_sizes = (rank, size, size)
         self.x_proj = Linear(inner, {"x_proj": rank + 2 * size}, **options)
         self.dt_norm, self.b_norm, self.c_norm = (
@@ -289,6 +271,7 @@ class MambaMixer(RecurrentMixer):
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
         yield from super().targets(prefix)
+        yield f"{prefix}D", self.d.data
         yield f"{prefix}dt_layernorm.weight", self.dt_norm.weight.data
         yield f"{prefix}b_layernorm.weight", self.b_norm.weight.data
         yield f"{prefix}c_layernorm.weight", self.c_norm.weight.data
@@ -387,7 +370,10 @@ class Mamba2Mixer(RecurrentMixer):
                  ├─► dt ─► softplus ───────────────┘                            │
                  └─► gate ──────────────────────────────────────────────────────┘
 
-    Arguments as for :class:`RecurrentMixer`, except widths and shapes.
+    Arguments as for :class:`RecurrentMixer`, except the convolution and the shape.
+
+    Attributes:
+        d: weight of each head's skip connection.
 
     Raises:
         ValueError: also if the groups do not divide the heads, or step sizes have no limits.
@@ -415,16 +401,13 @@ class Mamba2Mixer(RecurrentMixer):
         inner = heads * config.mamba_d_head
         conv_splits = (inner, groups * size, groups * size)
         in_splits = (inner, sum(conv_splits), heads)
-        super().__init__(
-            layer_name,
-            config,
-            block_size,
-            in_width=sum(in_splits),
-            conv_width=sum(conv_splits),
-            state_shape=(heads, config.mamba_d_head, size),
-            ops=ops,
-            **options,
-        )
+        width, has_bias = sum(conv_splits), config.mamba_conv_bias
+        conv = CausalConv(width, config.mamba_d_conv, bias=has_bias, **options)
+        shape, common = (heads, config.mamba_d_head, size), (layer_name, config, block_size)
+        super().__init__(*common, conv=conv, state_shape=shape, ops=ops)
+        hidden, bias = config.hidden_size, config.mamba_proj_bias
+        self.in_proj = Linear(hidden, {"in_proj": sum(in_splits)}, bias=bias, **options)
+        self.out_proj = Linear(inner, {"out_proj": hidden}, bias=bias, **options)
         self.num_heads, self.num_groups = heads, groups
         self.norm_eps = config.rms_norm_eps
         self.min_dt, self.max_dt = config.time_step_limit
@@ -436,6 +419,7 @@ class Mamba2Mixer(RecurrentMixer):
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""
         yield from super().targets(prefix)
+        yield f"{prefix}D", self.d.data
         yield f"{prefix}norm.weight", self.norm_weight.data
         yield f"{prefix}dt_bias", self.dt_bias.data
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +30,12 @@ from engine.layers import (
     GATED_NAMES,
     MLP,
     ROWS,
-    DeltaRuleMixer,
     ExpertsConfig,
     HeadNorm,
     LayerNorm,
     Linear,
-    Mamba2Mixer,
-    MambaMixer,
     MultiAxisRotaryEmbedding,
+    RecurrentMixer,
     RMSNorm,
     RotaryEmbedding,
     SparseMoE,
@@ -47,8 +45,6 @@ from engine.layers import (
 from engine.models.base import CausalModel, ModelSettings
 from engine.models.family import ModelFamily, has_head
 from prefix_cache import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
-
-StateMixer: TypeAlias = MambaMixer | Mamba2Mixer | DeltaRuleMixer
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,10 +286,10 @@ class DecoderLayer(nn.Module):
         index: int,
         config: DecoderConfig,
         settings: ModelSettings,
-        mixer: tuple[str, StateMixer] | None = None,
+        mixer: tuple[str, RecurrentMixer] | None = None,
     ) -> None:
         super().__init__()
-        self.mixer: SelfAttention | StateMixer
+        self.mixer: SelfAttention | RecurrentMixer
         self.mixer_name, self.mixer = mixer or ("self_attn", SelfAttention(index, config, settings))
         experts = config.layers[index].experts
         self.mlp, self.mlp_name = build_mlp(config, settings, experts), config.mlp_name

@@ -22,14 +22,20 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from engine.checkpoints.checkpoint import Checkpoint
-from engine.layers import DeltaRuleMixer, ExpertsConfig, Mamba2Mixer, MambaMixer, RotaryEmbedding
+from engine.layers import (
+    DeltaRuleMixer,
+    ExpertsConfig,
+    Mamba2Mixer,
+    MambaMixer,
+    RecurrentMixer,
+    RotaryEmbedding,
+)
 from engine.models.base import ModelSettings
 from engine.models.decoders.decoder import (
     DecoderConfig,
     DecoderLayer,
     DecoderModel,
     LayerKind,
-    StateMixer,
     build_rotary,
 )
 from engine.models.decoders.families import llama_config, qwen3_moe_config
@@ -113,7 +119,7 @@ def _build_layers(
     settings: ModelSettings,
     decoder: DecoderConfig,
     name: str,
-    make_mixer: Callable[..., StateMixer],
+    make_mixer: Callable[..., RecurrentMixer],
 ) -> list[DecoderLayer]:
     """Build the layers; those without attention get a mixer with this checkpoint name."""
     layers = []
