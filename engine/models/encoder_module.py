@@ -36,9 +36,8 @@ class EncoderModule(nn.Module):
         """Yield checkpoint names under ``prefix``, each with the target of its tensor."""
         return module_targets(self.module, prefix)
 
-    @abstractmethod
     def check_input(self, entry: EncoderInput) -> None:
-        """Raise a descriptive ``ValueError`` if this input cannot be encoded."""
+        """Raise a descriptive ``ValueError`` if features that a processor made do not fit."""
 
     @abstractmethod
     def forward(self, inputs: Sequence[EncoderInput]) -> Tensor:
@@ -77,29 +76,12 @@ class TextEncoder(EncoderModule):
         super().__init__()
         self.module = build_empty(make, config, settings)
         self.module.get_input_embeddings().register_parameter("weight", embedding)
-        self.vocab_size = embedding.shape[0]
         self.max_len = max_len
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Yield all targets except the shared embedding."""
         shared = f"{prefix}embed_tokens.weight"
         return (target for target in super().targets(prefix) if target[0] != shared)
-
-    def check_input(self, entry: EncoderInput) -> None:
-        """Require 1 to ``max_len`` ids of the vocabulary."""
-        if entry.features:
-            raise ValueError(
-                f"{type(self.module).__name__} encodes text, "
-                f"got an encoder input with {', '.join(entry.features)}"
-            )
-        if not 1 <= len(entry.token_ids) <= self.max_len:
-            raise ValueError(
-                f"the encoder prompt has {len(entry.token_ids)} tokens; "
-                f"this model takes 1 to {self.max_len}"
-            )
-        self.check_num_tokens(entry, len(entry.token_ids))
-        if not 0 <= min(entry.token_ids) <= max(entry.token_ids) < self.vocab_size:
-            raise ValueError(f"encoder prompt ids must be 0 to {self.vocab_size - 1}")
 
     def forward(self, inputs: Sequence[EncoderInput]) -> Tensor:
         """See :meth:`EncoderModule.forward`."""
