@@ -446,22 +446,14 @@ class SampleMaker(FeatureMaker):
         return {"input_values": torch.from_numpy(samples)}
 
 
-def load_feature_makers(
-    path: Path,
-    towers: Mapping[Modality, FeatureTaker],
-    limits: MediaLimits,
-    *,
-    trust_remote_code: bool = False,
-) -> dict[Modality, FeatureMaker]:
-    """Load a checkpoint's processors for the inputs of a model's towers.
+def load_feature_makers(sources: PromptSources) -> dict[Modality, FeatureMaker]:
+    """Load a checkpoint's processors for the inputs of its model's towers.
 
     A missing processor is reported in the log, and in the error of each request that needs it.
-
-    Args:
-        towers: the model's towers, by modality.
-        trust_remote_code: True if the processors' own Python code may run.
     """
-    trust = {"trust_remote_code": trust_remote_code}
+    path, limits = sources.checkpoint.path, sources.media_limits
+    trust = {"trust_remote_code": sources.checkpoint.trust_remote_code}
+    towers: Mapping[Modality, FeatureTaker] = sources.model.towers
     makers: dict[Modality, FeatureMaker] = {}
     for modality, tower in towers.items():
         try:
@@ -602,13 +594,7 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
     def __init__(self, sources: PromptSources) -> None:
         super().__init__(sources)
         self._model: ItemSide = sources.model
-        checkpoint = sources.checkpoint
-        self._makers = load_feature_makers(
-            checkpoint.path,
-            self._model.towers,
-            sources.media_limits,
-            trust_remote_code=checkpoint.trust_remote_code,
-        )
+        self._makers = load_feature_makers(sources)
         # A template that supports a modality names it, as a type of message parts.
         template = str(getattr(sources.tokenizer, "chat_template", None) or tuple(self._makers))
         self.modalities += tuple(
