@@ -80,7 +80,7 @@ def test_a_model_of_two_parts_speaks_when_it_is_added_from_outside(
         (expected,) = omni.generate([asked])
     others = {name: row for name, row in FAMILIES.rows.items() if row.whole != "csm"}
     assert len(others) == len(FAMILIES.rows) - 2
-    monkeypatch.setattr(FAMILIES, "_rows", others)
+    monkeypatch.setattr(FAMILIES, "rows", others)
     monkeypatch.setattr(FAMILIES, "_added", {})
     with pytest.raises(ValueError, match="one model without parts"):
         Omni("csm_seeded")

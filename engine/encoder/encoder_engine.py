@@ -27,6 +27,7 @@ from engine.interface.log_fields import package_logger
 from engine.interface.outputs import EncoderOutput, EngineStats, RequestMetrics
 from engine.interface.placed_error import described
 from engine.interface.sampling_params import SamplingParams
+from engine.models.base import weight_nbytes
 from engine.models.model_loader import open_configured
 from engine.resources.device import (
     on_device,
@@ -55,6 +56,8 @@ class EncoderModel:
     """A checkpoint's encoder, with its input and output properties.
 
     Attributes:
+        architecture: class name of the model.
+        nbytes: bytes of the weights.
         hidden_size: width of an input embedding row.
         max_positions: maximum tokens of an input; None if the architecture has no limit.
         takes_embeds: True if it accepts embedding rows instead of ids.
@@ -84,6 +87,7 @@ class EncoderModel:
         self.dtype = dtype
         self.device = device
         self._module, missing = _load(folder, config, dtype, trust_remote_code)
+        self.architecture, self.nbytes = type(self._module).__name__, weight_nbytes(self._module)
         nn.Module.to(self._module, device).eval()
         embeddings = self._module.get_input_embeddings()
         if not isinstance(embeddings, nn.Embedding):
@@ -102,16 +106,6 @@ class EncoderModel:
         small, large = self.forward([token.repeat(2)] * 2), self.forward([token.repeat(3)])
         self.row_nbytes = {name: small[name][0].nbytes for name in small if name in large}
         self.pooler = None if missing else self._usable_pooler()
-
-    @property
-    def architecture(self) -> str:
-        """Class name of the model."""
-        return type(self._module).__name__
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights."""
-        return sum(p.numel() * p.element_size() for p in self._module.parameters())
 
     def forward(self, batch: Sequence[Tensor]) -> dict[str, Tensor]:
         """Run several inputs in one pass, padded to the longest."""

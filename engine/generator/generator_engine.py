@@ -239,6 +239,8 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         ValueError: the checkpoint is not a generator, lacks voices, or is too short for the window.
     """
 
+    takes_chunks = True
+
     def __init__(self, config: GeneratorConfig) -> None:
         fix = "GeneratorConfig(model={})"
         check_argument("config", config, GeneratorConfig, "a GeneratorConfig", fix)
@@ -291,11 +293,6 @@ class GeneratorEngine(Engine[GeneratorOutput]):
     def _add(self, content: GeneratorRequest) -> None:
         self._live[content.request_id] = content
         self._has_new_codes = True
-
-    @property
-    def takes_chunks(self) -> bool:
-        """True: codes may arrive in chunks."""
-        return True
 
     def extend_request(self, request_id: str, prompt: Prompt) -> None:
         """Append codes to a live utterance; one that is no longer live (it failed) is ignored.

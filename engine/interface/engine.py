@@ -76,6 +76,8 @@ class Engine(ABC, Generic[OutputT_co]):
         dtype: element type of weights and activations.
         enable_prefix_caching: True if requests reuse results of earlier ones; can be set while no
             request is live. Never changes an output.
+        takes_chunks: True if prompts may arrive in chunks: a first one, and more by
+            ``extend_request``.
     """
 
     ownership: Ownership
@@ -85,6 +87,7 @@ class Engine(ABC, Generic[OutputT_co]):
     hidden_size: int | None
     dtype: torch.dtype
     enable_prefix_caching: bool
+    takes_chunks: bool = False
     # The interruption that the engine restarts from; and a mark of the current or last call:
     # results recorded under this mark were not emitted if the call is interrupted.
     _broken_by: str | None = None
@@ -179,11 +182,6 @@ class Engine(ABC, Generic[OutputT_co]):
             ValueError: the model does not support them.
         """
         raise ValueError("it generates no tokens, so it takes no sampling parameters")
-
-    @property
-    def takes_chunks(self) -> bool:
-        """True if prompts may arrive in chunks: a first one, and more by ``extend_request``."""
-        return False
 
     def extend_request(self, request_id: str, prompt: Prompt) -> None:
         """Add the next chunk of a live request's prompt; its ``is_last`` ends the prompt.

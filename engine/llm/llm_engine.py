@@ -409,6 +409,12 @@ class LLMEngine(Engine[RequestOutput]):
         output_names: per-token outputs to mirror; None: all that the model emits; an empty
             collection: none.
 
+    Attributes:
+        sampling_defaults: the checkpoint's defaults for fields of ``SamplingParams``.
+        speakers: voices available to speech prompts; None if the model does not speak.
+        is_encoder_decoder: True if prompts have an encoder and a decoder side; outputs may have
+            encoder rows.
+
     Raises:
         ValueError: the checkpoint, a limit or an output name is invalid; states the remedy.
     """
@@ -454,6 +460,9 @@ class LLMEngine(Engine[RequestOutput]):
         media = config.encoder_cache_bytes, config.media_limits, config.vad, config.transcription
         sources = PromptSources(checkpoint, model, self.tokenizer, limits, *media)
         self._inputs = _input_processor(config, sources, self._kv)
+        prompts, self.sampling_defaults = self._inputs.prompts, self._inputs.sampling_defaults
+        self.takes_chunks, self.speakers = prompts.takes_chunks, prompts.speakers
+        self.is_encoder_decoder = prompts.is_encoder_decoder
         disk = None if self._offloaded is None else self._offloaded.disk
         salt = None if disk is None else disk.fingerprint[:16]
         self._row_keys = RowKeys(config.block_size, salt)
@@ -616,29 +625,9 @@ class LLMEngine(Engine[RequestOutput]):
         self._inputs.check_sampling(params)
 
     @property
-    def sampling_defaults(self) -> Mapping[str, Any]:
-        """The checkpoint's defaults for fields of ``SamplingParams``."""
-        return self._inputs.sampling_defaults
-
-    @property
     def checkpoint_token_ids(self) -> Mapping[str, str]:
         """Token ids that the checkpoint ends on, suppresses or forbids, with their source."""
         return self._inputs.checkpoint_token_ids
-
-    @property
-    def takes_chunks(self) -> bool:
-        """True if a request may begin before its prompt is complete."""
-        return self._inputs.prompts.takes_chunks
-
-    @property
-    def speakers(self) -> tuple[str, ...] | None:
-        """Voices available to speech prompts; None if the model does not speak."""
-        return self._inputs.prompts.speakers
-
-    @property
-    def is_encoder_decoder(self) -> bool:
-        """True if prompts have an encoder and a decoder side; outputs may have encoder rows."""
-        return self._inputs.prompts.is_encoder_decoder
 
     def extend_request(self, request_id: str, prompt: Prompt) -> None:
         """Append the next chunk of a prompt; ignored if the request is not live.

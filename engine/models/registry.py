@@ -324,17 +324,15 @@ class FamilyRegistry:
     """Finds the family of an architecture, in the table, among added ones, and by entry points.
 
     Entry points are loaded when an unknown architecture is first requested.
+
+    Attributes:
+        rows: the table, by architecture.
     """
 
     def __init__(self, rows: Iterable[FamilyRow]) -> None:
-        self._rows = {name: row for row in rows for name in row.architectures}
+        self.rows = {name: row for row in rows for name in row.architectures}
         self._added: dict[str, ModelFamily] = {}
         self._failures: list[str] | None = None
-
-    @property
-    def rows(self) -> Mapping[str, FamilyRow]:
-        """The table, by architecture."""
-        return self._rows
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -344,14 +342,14 @@ class FamilyRegistry:
     def architectures(self, *, makes_sound: bool = False) -> tuple[str, ...]:
         """Return all known architectures that generate tokens, or audio."""
         return (
-            *(name for name, row in self._rows.items() if row.makes_sound == makes_sound),
+            *(name for name, row in self.rows.items() if row.makes_sound == makes_sound),
             *(name for name, f in self._added.items() if f.makes_sound == makes_sound),
         )
 
     def known_parts(self, whole: str) -> Mapping[str | None, FamilyRow | ModelFamily]:
         """Return the parts of a checkpoint that holds several models, given its ``model_type``."""
         known: dict[str | None, FamilyRow | ModelFamily] = {
-            row.name: row for row in self._rows.values() if row.whole == whole
+            row.name: row for row in self.rows.values() if row.whole == whole
         }
         for family in self._added.values():
             if family.part is not None and family.part.whole == whole:
@@ -375,8 +373,8 @@ class FamilyRegistry:
         for name in family.architectures:
             if self._added.get(name) is family:
                 return
-            if name in self._rows or name in self._added:
-                owner = self._added.get(name) or self._rows[name]
+            if name in self.rows or name in self._added:
+                owner = self._added.get(name) or self.rows[name]
                 raise ValueError(
                     f"architecture {name!r} of model family {family.name!r} belongs to the family "
                     f"{owner.name!r} already; give it another name"
@@ -396,8 +394,8 @@ class FamilyRegistry:
 
     def find(self, architecture: str) -> ModelFamily | None:
         """Return the family of an architecture, or None."""
-        if architecture in self._rows:
-            return self._rows[architecture].load()
+        if architecture in self.rows:
+            return self.rows[architecture].load()
         if architecture not in self._added:
             self.load_entry_points()
         return self._added.get(architecture)
@@ -405,7 +403,7 @@ class FamilyRegistry:
     def parts_of(self, config: Mapping[str, Any]) -> tuple[CheckpointPart, ...]:
         """Return the parts of a checkpoint with this ``config.json``; empty for a single model."""
         model_type = config.get("model_type")
-        if not self._rows.keys() & set(config.get("architectures") or ()):
+        if not self.rows.keys() & set(config.get("architectures") or ()):
             self.load_entry_points()
         known = self.known_parts(str(model_type)).values()
         parts = (each.part for each in known)
@@ -420,7 +418,7 @@ class FamilyRegistry:
         self.load_entry_points()
         # Later entries win: the table's, then the family that was added first.
         candidates: list[FamilyRow | ModelFamily] = [*reversed(self._added.values())]
-        candidates += self._rows.values()
+        candidates += self.rows.values()
         found = {each.base_type: each for each in candidates}
         found.pop(None, None)
         base = found.get(config.model_type)
