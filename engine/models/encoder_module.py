@@ -47,15 +47,6 @@ class EncoderModule(nn.Module):
         """Stack a feature of all inputs, batch dimension first, on the encoder's device."""
         return torch.stack([entry.features[name] for entry in inputs]).to(self.module.device)
 
-    @staticmethod
-    def check_num_tokens(entry: EncoderInput, expected: int) -> None:
-        """Raise ``ValueError`` unless an input declares as many rows as the encoder returns."""
-        if entry.num_tokens != expected:
-            raise ValueError(
-                f"the encoder gives {expected} rows for this input, "
-                f"not num_tokens={entry.num_tokens}"
-            )
-
 
 class TextEncoder(EncoderModule):
     """Bidirectional encoder of token ids to hidden states, which shares the decoder's embedding.
@@ -207,7 +198,5 @@ class EncoderDecoderModel(CausalModel):
         return EncoderView(0, entry.num_tokens, entry.num_tokens)
 
     def encode(self, inputs: Sequence[EncoderInput]) -> Tensor:
-        """Run the encoder; see :meth:`CausalModel.encode`."""
-        for entry in inputs:
-            self.encoder.check_input(entry)
+        """Run the encoder over inputs of checked requests; see :meth:`CausalModel.encode`."""
         return self.encoder(inputs)

@@ -159,12 +159,6 @@ class ImageEncoder(EncoderModule):
 
     def check_input(self, entry: EncoderInput) -> None:
         """Require the features of one image, as computed by transformers' processor."""
-        if entry.token_ids or entry.features.keys() != self.shapes.keys():
-            given = ", ".join(sorted(entry.features)) or "none"
-            raise ValueError(
-                f"Mllama's encoder takes the features {', '.join(self.shapes)} and no tokens; "
-                f"got the features {given} and {len(entry.token_ids)} tokens"
-            )
         for name, expected in self.shapes.items():
             shape = tuple(entry.features[name].shape)
             if shape != expected:
@@ -175,7 +169,6 @@ class ImageEncoder(EncoderModule):
         ratio = int(entry.features[_RATIO])
         if not 1 <= ratio <= self.num_ratios:
             raise ValueError(f"{_RATIO} must be 1 to {self.num_ratios}, got {ratio}")
-        self.check_num_tokens(entry, self.max_len)
 
     def forward(self, inputs: Sequence[EncoderInput]) -> Tensor:
         """See :meth:`EncoderModule.forward`."""
