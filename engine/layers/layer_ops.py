@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from engine.checkpoints.quantized_weight import QuantizedWeight, Target
+from engine.checkpoints.quantized_weight import QuantizedWeight
 from engine.native import NativeKernels, PackedCodes
 
 # Rows of the cosine and sine table computed at once, which bounds the memory for intermediates.
@@ -482,35 +482,23 @@ class LayerNorm(RMSNorm):
         return self(residual.add_(x))
 
 
-class HeadNorm(nn.Module):
+class HeadNorm(RMSNorm):
     """RMS norm of each head of Q and K, with one weight for Q's heads and one for K's.
 
     Args:
-        num_query_heads: heads of Q, which come first.
-        offset: added to the loaded weights; see :class:`RMSNorm`.
-        dtype: of the weight, if the offset is 0; otherwise it is float32.
+        num_query_heads: heads of Q, which come first; other arguments as for :class:`RMSNorm`.
     """
 
     def __init__(
-        self,
-        num_query_heads: int,
-        num_key_heads: int,
-        head_dim: int,
-        eps: float,
-        *,
-        offset: float = 0.0,
-        **options: Unpack[TensorOptions],
+        self, num_query_heads: int, num_key_heads: int, head_dim: int, eps: float, **options: Any
     ) -> None:
-        super().__init__()
-        if offset:
-            options["dtype"] = torch.float32
+        super().__init__(head_dim, eps, **options)
         # One row per head, so that one product scales Q and K.
-        self.weight = empty_parameter(num_query_heads + num_key_heads, head_dim, **options)
+        weight = self.weight.new_empty(num_query_heads + num_key_heads, head_dim)
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.num_query_heads = num_query_heads
-        self.eps = eps
-        self.offset = offset
 
-    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+    def targets(self, prefix: str) -> Iterator[tuple[str, Tensor]]:
         """Yield the first row of Q and of K; :meth:`finish_loading` copies them to the others."""
         yield f"{prefix}q_norm.weight", self.weight.data[0]
         yield f"{prefix}k_norm.weight", self.weight.data[self.num_query_heads]
@@ -520,7 +508,7 @@ class HeadNorm(nn.Module):
         query, key = self.weight.data.tensor_split((self.num_query_heads,))
         query.copy_(query[0].clone().expand_as(query))
         key.copy_(key[0].clone().expand_as(key))
-        self.weight.data.add_(self.offset)
+        super().finish_loading()
 
     def forward(self, heads: Tensor) -> Tensor:
         """Normalise ``(num_tokens, query heads + key heads, head_dim)``."""
