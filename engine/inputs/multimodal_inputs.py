@@ -64,13 +64,6 @@ class FeatureMaker(ABC):
     def make(self, item: Any) -> Mapping[str, Tensor]:
         """Compute the features of one item, named as by transformers' processors."""
 
-    def read(self, item: object, *, hears: bool, check_rows: Callable[[int], None]) -> object:
-        """Open an item that contains another one, such as a video file with sound.
-
-        By default, return the item unchanged.
-        """
-        return item
-
 
 _FPS = 2.0
 """Default of the published processors."""
@@ -218,7 +211,7 @@ class VideoFeatureMaker(FeatureMaker):
         }
 
     def read(self, item: object, *, hears: bool, check_rows: Callable[[int], None]) -> object:
-        """Compute the tensors of a file, and read its sound; see :meth:`FeatureMaker.read`.
+        """Compute the tensors of a file, and read its sound.
 
         Frames keep the distance at which they were sampled, even if rounding or a limit reduced
         their number, so that the sound is in sync. Other items are returned unchanged.
@@ -681,14 +674,14 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
     ) -> tuple[list[int], tuple[MultiModalInput, ...]]:
         """Expand a placeholder to token ids and the inputs whose rows replace them."""
         layout = self._model.audio_in_video
-        check_rows = self._limits.check_length
-        item = self._makers[modality].read(item, hears=layout is not None, check_rows=check_rows)
+        maker, check_rows = self._makers[modality], self._limits.check_length
+        if isinstance(maker, VideoFeatureMaker):
+            item = maker.read(item, hears=layout is not None, check_rows=check_rows)
         if not isinstance(item, VideoFeatures) or item.audio is None:
             return self.place(modality, item, offset, cache_salt)
         if layout is None:
             raise ValueError("this model takes no video with its own sound; leave out its audio")
-        features = self._makers[modality].make(item)
-        entry = self.input_of(modality, features, offset, cache_salt)
+        entry = self.input_of(modality, maker.make(item), offset, cache_salt)
         try:
             sound_features = self._makers["audio"].make(item.audio)
             sound = self.input_of("audio", sound_features, offset, cache_salt)
