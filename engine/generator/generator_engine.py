@@ -154,13 +154,20 @@ class GeneratorRequest:
 _MAX_FIRST_WAITS, _MAX_WAITS = 2, 8
 
 
-class WindowGathering:
-    """Batches windows of one length, from utterances at different positions.
+def gather_windows(
+    requests: Iterable[GeneratorRequest],
+    sizes: WindowSizes,
+    max_batch_size: int,
+    *,
+    has_new_codes: bool,
+) -> list[tuple[GeneratorRequest, CodeWindow]]:
+    """Choose windows of one length, of utterances at different positions, that need not wait.
 
-    A pass over few codes costs hardly less than one over eight times as many (26 ms and 55 ms on
-    two cores), while utterances that started one after another reach their windows one after
-    another. So a window waits while codes keep arriving and another utterance approaches a window
-    of equal length. Other stages work between the steps, so that waiting costs nothing extra::
+    These are the first ones in the order. A pass over few codes costs hardly less than one over
+    eight times as many (26 ms and 55 ms on two cores), while utterances that started one after
+    another reach their windows one after another. So a window waits while codes keep arriving and
+    another utterance approaches a window of equal length. Other stages work between the steps, so
+    that waiting costs nothing extra::
 
         codes of A  ────────┤ window         │ both in one pass
         codes of B  ──────────────┤ window   │
@@ -170,50 +177,40 @@ class WindowGathering:
     process, that is the very next step. A wait always ends after a few steps: after 2 for an
     utterance's first window, which determines the time to first audio; after 8 for later ones, as
     earlier sound is playing meanwhile.
+
+    Args:
+        requests: all live requests, in the order in which they should run. Updates ``num_waits`` of
+            those that wait.
+        has_new_codes: True if any codes came since the last call.
+
+    Returns:
+        One window per chosen request; empty if nothing can run or all should wait.
     """
-
-    def __init__(self, sizes: WindowSizes, max_batch_size: int) -> None:
-        self._sizes = sizes
-        self._max_batch_size = max_batch_size
-
-    def next_batch(
-        self, requests: Iterable[GeneratorRequest], *, has_new_codes: bool
-    ) -> list[tuple[GeneratorRequest, CodeWindow]]:
-        """Choose windows of one length: the first in the order that need not wait.
-
-        Args:
-            requests: all live requests, in the order in which they should run. Updates
-                ``num_waits`` of those that wait.
-            has_new_codes: True if any codes came since the last call.
-
-        Returns:
-            One window per chosen request; empty if nothing can run or all should wait.
-        """
-        ready: dict[int, list[tuple[GeneratorRequest, CodeWindow]]] = {}
-        coming: set[int] = set()
-        for request in requests:
-            window = request.next_window(self._sizes)
-            if window is not None:
-                ready.setdefault(window.num_codes, []).append((request, window))
-            elif not request.is_last:
-                coming.add(request.coming_window(self._sizes).num_codes)
-        chosen: list[tuple[GeneratorRequest, CodeWindow]] = []
-        for num_codes, windows in ready.items():
-            batch = windows[: self._max_batch_size]
-            should_wait = has_new_codes and num_codes in coming
-            is_late = any(
-                request.num_waits >= (_MAX_WAITS if request.num_done else _MAX_FIRST_WAITS)
-                for request, _ in batch
-            )
-            if not should_wait or len(batch) == self._max_batch_size or is_late:
-                chosen = batch
-                break
-        for windows in ready.values():
-            for request, _ in windows:
-                request.num_waits += 1
-        for request, _ in chosen:
-            request.num_waits = 0
-        return chosen
+    ready: dict[int, list[tuple[GeneratorRequest, CodeWindow]]] = {}
+    coming: set[int] = set()
+    for request in requests:
+        window = request.next_window(sizes)
+        if window is not None:
+            ready.setdefault(window.num_codes, []).append((request, window))
+        elif not request.is_last:
+            coming.add(request.coming_window(sizes).num_codes)
+    chosen: list[tuple[GeneratorRequest, CodeWindow]] = []
+    for num_codes, windows in ready.items():
+        batch = windows[:max_batch_size]
+        should_wait = has_new_codes and num_codes in coming
+        is_late = any(
+            request.num_waits >= (_MAX_WAITS if request.num_done else _MAX_FIRST_WAITS)
+            for request, _ in batch
+        )
+        if not should_wait or len(batch) == max_batch_size or is_late:
+            chosen = batch
+            break
+    for windows in ready.values():
+        for request, _ in windows:
+            request.num_waits += 1
+    for request, _ in chosen:
+        request.num_waits = 0
+    return chosen
 
 
 logger = package_logger(__name__)
@@ -222,7 +219,7 @@ logger = package_logger(__name__)
 class GeneratorEngine(Engine[GeneratorOutput]):
     """Batches utterances, or windows of them, of the same length.
 
-    A step may defer a window until others can join it: see ``WindowGathering``.
+    A step may defer a window until others can join it: see :func:`gather_windows`.
 
     ::
 
@@ -260,8 +257,7 @@ class GeneratorEngine(Engine[GeneratorOutput]):
                 "out"
             )
         self._window = _window_sizes(config, self._model)
-        max_batch_size = 1 if config.deterministic else config.max_batch_size
-        self._gathering = WindowGathering(self._window, max_batch_size)
+        self._max_batch_size = 1 if config.deterministic else config.max_batch_size
         # Codes came since the last step, so windows may wait for others.
         self._has_new_codes = False
         self._live: dict[str, GeneratorRequest] = {}
@@ -338,7 +334,8 @@ class GeneratorEngine(Engine[GeneratorOutput]):
         silent = [request for request in self._live.values() if request.is_done]
         outputs = [self._advance(request, torch.zeros(0)) for request in silent]
         order = sorted(self._live.values(), key=lambda r: (r.priority, r.arrival_index))
-        batch = self._gathering.next_batch(order, has_new_codes=self._has_new_codes)
+        limits, has_new_codes = (self._window, self._max_batch_size), self._has_new_codes
+        batch = gather_windows(order, *limits, has_new_codes=has_new_codes)
         self._has_new_codes = False
         if batch:
             outputs += self._run(batch)

@@ -29,7 +29,7 @@ from engine import (
     TokensPrompt,
     register_model_family,
 )
-from engine.generator.generator_engine import GeneratorRequest, WindowGathering, WindowSizes
+from engine.generator.generator_engine import GeneratorRequest, WindowSizes, gather_windows
 from engine.models.qwen2_5_omni.code2wav import flow_times
 from engine.models.registry import FAMILIES
 from prefix_cache import IntegrityError
@@ -430,9 +430,6 @@ class Vocoder:
     utterances: dict[str, GeneratorRequest] = field(default_factory=dict)
     has_new_codes: bool = False
 
-    def __post_init__(self) -> None:
-        self.gathering = WindowGathering(SIZES, self.max_batch_size)
-
     def say(self, name: str, num_codes: int, *, is_last: bool = False) -> None:
         request = self.utterances.setdefault(
             name, GeneratorRequest(name, None, 0, len(self.utterances), False, None)
@@ -442,8 +439,9 @@ class Vocoder:
         self.has_new_codes = True
 
     def step(self) -> str:
-        batch = self.gathering.next_batch(
-            self.utterances.values(), has_new_codes=self.has_new_codes
+        utterances = self.utterances.values()
+        batch = gather_windows(
+            utterances, SIZES, self.max_batch_size, has_new_codes=self.has_new_codes
         )
         self.has_new_codes = False
         for request, window in batch:
