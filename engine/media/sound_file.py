@@ -132,7 +132,7 @@ class Resampler:
 
     def finish(self, name: str) -> NDArray[np.float32]:
         """Return all samples, ``(n * wanted / rate,)``, rounded; ``ValueError`` if none."""
-        self._parts.append(self.rest())
+        self._parts.append(self.resampled(np.zeros(0, np.float32), last=True))
         samples = np.concatenate(self._parts)
         if not len(samples):
             rate, wanted = self._rates
@@ -147,10 +147,6 @@ class Resampler:
         if self._stream is None:
             return samples
         return self._stream.resample_chunk(samples, last=last)
-
-    def rest(self) -> NDArray[np.float32]:
-        """Return the output held back until the end of the stream."""
-        return self.resampled(np.zeros(0, np.float32), last=True)
 
 
 logger = package_logger(__name__)

@@ -129,13 +129,6 @@ class JobProcesses:
         took_too_long = hasattr(signal, "SIGPROF") and status == -signal.SIGPROF
         return "seconds" if took_too_long else str(status)
 
-    def close(self) -> None:
-        """End the idle processes; new ones are started on demand."""
-        with self._lock:
-            idle = self._idle.copy()
-            self._idle.clear()
-        _close_all(idle)
-
     @contextmanager
     def _borrow(self) -> Iterator[_JobProcess]:
         with self._lock:

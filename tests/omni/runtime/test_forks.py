@@ -82,7 +82,8 @@ if not child:
     with ownership.turn_of(omni):
         stream.close()
     # All that is ours to end; what libraries do at the end of a fork is theirs.
-    tokenizers._PROCESSES.close()
+    for each in tokenizers._PROCESSES._idle:
+        each.close()
     os._exit(5)
 
 may_go.set()
