@@ -56,16 +56,6 @@ def check_names(name: str, value: object, *, or_none: bool = False) -> None:
         check_argument(f"each of {name}", each, str, "a str")
 
 
-def check_request_arguments(
-    request_id: object, sampling: object, priority: object, cache_salt: object
-) -> None:
-    """Refuse arguments that would fail later, together with an engine's other requests."""
-    check_argument("request_id", request_id, str, "a str")
-    check_sampling_argument(sampling)
-    check_argument("priority", priority, int, "an int, lower for earlier")
-    check_argument("cache_salt", cache_salt, str | None, "a str or None")
-
-
 def check_sampling_argument(sampling: object) -> None:
     """Refuse sampling parameters of another type, such as a mapping of them."""
     fix = None

@@ -9,7 +9,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
-from engine.interface.arguments import check_request_arguments
+from engine.interface.arguments import check_argument, check_sampling_argument
 from engine.interface.ownership import Ownership
 from engine.interface.placed_error import described
 
@@ -148,7 +148,11 @@ class Engine(ABC, Generic[OutputT_co]):
             ValueError: the request cannot run, even alone with the whole pool.
         """
         self.ownership.check()
-        check_request_arguments(request_id, sampling, priority, cache_salt)
+        # Later, these would fail together with the engine's other requests.
+        check_argument("request_id", request_id, str, "a str")
+        check_sampling_argument(sampling)
+        check_argument("priority", priority, int, "an int, lower for earlier")
+        check_argument("cache_salt", cache_salt, str | None, "a str or None")
         place = next(self._orders) if order is None else order
         new = NewRequest(request_id, prompt, sampling, priority, cache_salt, place)
         return PreparedRequest(request_id, self, self._prepare(new))

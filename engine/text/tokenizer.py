@@ -478,11 +478,6 @@ def doubtful_patterns(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     )
 
 
-def patterns_of_decoder(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Return the patterns of its decoder; published tokenizers have none."""
-    return tuple(_patterns(tokenizer, "decoder"))
-
-
 def _is_linear(pattern: str) -> bool:
     """Return True if the pattern visibly reads no part of a text more than a few times.
 
@@ -601,9 +596,10 @@ def load_tokenizer(
         if not isinstance(error, Exception):
             raise
         raise ValueError(f"the tokenizer in {folder} cannot be loaded: {error}") from error
-    if patterns := patterns_of_decoder(tokenizer):
+    # Published tokenizers have none.
+    if (pattern := next(_patterns(tokenizer, "decoder"), None)) is not None:
         raise ValueError(
-            f"the tokenizer in {folder} makes text of tokens by the pattern {patterns[0][:80]!r}, "
+            f"the tokenizer in {folder} makes text of tokens by the pattern {pattern[:80]!r}, "
             "which need not end, and is not supported"
         )
     if not (trust_remote_code or encodes_as_the_library(tokenizer)):

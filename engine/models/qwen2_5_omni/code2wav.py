@@ -310,7 +310,6 @@ class Code2Wav(GeneratorModel):
         scale = params.guidance_scale
         guided = scale >= _NO_GUIDANCE
         self._voices.choose(speakers, with_silence=guided)
-        self._clear_pass_caches()
         conditioning = torch.cat([speaker.conditioning for speaker in speakers]).to(self.device)
         conditions = {
             "quantized_code": codes,
@@ -332,12 +331,9 @@ class Code2Wav(GeneratorModel):
         try:
             mel: Tensor = solver.integrate(flow_times(params, self.device))[-1]
         finally:
-            self._clear_pass_caches()
+            for each in self._pass_caches:
+                each.clear()
         return mel
-
-    def _clear_pass_caches(self) -> None:
-        for each in self._pass_caches:
-            each.clear()
 
 
 class _Networks(nn.Module):
