@@ -227,7 +227,6 @@ class Orchestrator:
         self._tickets = count()
         # Seeds are drawn here, where requests are in order, and reruns reuse the first run's seed.
         self._seeds = {name: RequestSeeds(stage.seed) for name, stage in pipeline.stages.items()}
-        self._unread: dict[str, list[Event]] = {name: [] for name in pipeline.order}
         self._turns = deque(reversed(pipeline.order))
         self._has_events = threading.Event()
         self._on_event: Callable[[], object] = self._has_events.set
@@ -238,9 +237,8 @@ class Orchestrator:
     def prepare_aside(self, on_event: Callable[[], object]) -> None:
         """Prepare requests in other threads from now on, so that no turn waits for it.
 
-        A request that cannot run is then refused by an output of :meth:`step`, not by
-        :meth:`add_request`, which reports only what it detects immediately. Turns do not wait for
-        events any more: the caller does, between turns. :meth:`close` must be called in the end.
+        Turns do not wait for events any more: the caller does, between turns. :meth:`close` must be
+        called in the end.
         """
         self._on_event = on_event
         self._caller_waits = True
@@ -260,8 +258,8 @@ class Orchestrator:
 
     @property
     def has_work(self) -> bool:
-        """True if :meth:`step` has work: unread events, or a stage with work."""
-        return any(self._unread.values()) or any([link.has_work for link in self._links.values()])
+        """True if :meth:`step` has work: events, or a stage with work."""
+        return any([link.has_work for link in self._links.values()])
 
     def close(self) -> None:
         """Wait for the threads that prepare requests, if there are any."""
@@ -276,10 +274,12 @@ class Orchestrator:
     def add_request(self, request: OmniRequest) -> None:
         """Send a request to the stages that use the user's prompt.
 
+        A stage that refuses it does so by an output of :meth:`step`.
+
         Raises:
             ValueError: it has no id or that of a live request, names a stage that does not exist
-                or samples nothing, or an unknown speaker, or a root refuses it immediately; or any
-                stage has neither a running worker nor one that is starting.
+                or samples nothing, or an unknown speaker; or any stage has neither a running worker
+                nor one that is starting.
         """
         if not request.request_id:
             raise ValueError("a request needs a request_id that is not empty")
@@ -309,7 +309,6 @@ class Orchestrator:
         for name, stage in pipeline.stages.items():
             if stage.inputs is None:
                 self._enter(live, name)
-                self._raise_if_refused(live, name)
 
     def step(self) -> list[OmniDelta]:
         """Run stages by turns, the last one first, until there is new output for users.
@@ -348,7 +347,6 @@ class Orchestrator:
     def fail_all(self, error: str) -> list[OmniDelta]:
         """End all requests and drop them in all stages, whatever state an exception left."""
         live, self._live, self._entered = tuple(self._live.values()), {}, {}
-        self._unread = {name: [] for name in self._pipeline.order}
         if self._trace is not None:
             for request_id, name in [(one.request_id, name) for one in live for name in one.inside]:
                 self._trace.left(name, request_id)
@@ -361,15 +359,14 @@ class Orchestrator:
 
     def _events(self, name: str) -> list[Event]:
         """Return the events of a stage since the last call."""
-        unread, self._unread[name] = self._unread[name], []
         link = self._links[name]
         if self._trace is None:
-            return unread + link.events()
+            return link.events()
         traces, events = link.traces(), link.events()
         # events() of remote workers also receives their traces.
         for traced in (*traces, *link.traces()):
             self._trace.take(name, traced)
-        return unread + events
+        return events
 
     def _send(self, name: str, command: Command) -> None:
         if self._trace is not None:
@@ -388,15 +385,6 @@ class Orchestrator:
             if why is not None:
                 error = f"stage {name!r}: {why}"
                 raise ValueError(error) from RuntimeError(error)  # the request is not at fault
-
-    def _raise_if_refused(self, live: LiveRequest, name: str) -> None:
-        """Remove a request that a root stage in this thread has refused; raise ``ValueError``."""
-        events = self._unread[name] = self._events(name)
-        for event in events:
-            if isinstance(event, Failed) and event.ticket == live.inside[name]:
-                self._abort(live)
-                cause = None if event.refused else RuntimeError(event.error)
-                raise ValueError(event.error) from cause
 
     def _take(self, event: Event, moved: dict[str, OmniDelta | None]) -> None:
         """Handle an event of a worker."""

@@ -758,7 +758,7 @@ def _report(
     of_warm = _compare(pipeline, requests, uncached, warm, "warm", tolerances)
     for name, spread in of_warm.spreads.items():
         of_cold.spreads[name].include(spread)
-    dtypes = _dtypes(uncached)
+    dtypes, ids = _dtypes(uncached), [str(request.request_id) for request in requests]
     return VerifyReport(
         num_requests=len(requests),
         stages=tuple(
@@ -787,7 +787,7 @@ def _report(
         ),
         differences=(*of_regrouped.differences, *of_cold.differences, *of_warm.differences),
         near_ties=(*of_regrouped.near_ties, *of_cold.near_ties, *of_warm.near_ties),
-        failures=tuple(uncached.errors.items()),
+        failures=tuple((each, uncached.errors[each]) for each in ids if each in uncached.errors),
     )
 
 

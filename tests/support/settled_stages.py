@@ -43,11 +43,8 @@ def run_stage(stage: Stage, *requests: StageRequest) -> dict[str, StageOutput]:
 
 
 def refusal(orchestrator: Orchestrator, request: OmniRequest) -> str:
-    """Return why a request is refused: at once by a stage in this thread, or as its last output."""
-    try:
-        orchestrator.add_request(request)
-    except ValueError as error:
-        return str(error)
+    """Return why a request is refused, as its last output says."""
+    orchestrator.add_request(request)
     outputs = []
     while orchestrator.has_unfinished_requests:
         outputs += orchestrator.step()

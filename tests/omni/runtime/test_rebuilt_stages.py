@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -133,8 +134,8 @@ def test_rebuilds_in_a_row_are_limited_and_logged(caplog: pytest.LogCaptureFixtu
         error = str(ask(orchestrator, "bad")["bad"].error)
     assert "it cannot be used any more: it broke 4 times in a row" in error
     assert fragile.rebuilds == MAX_REBUILDS
-    with pytest.raises(ValueError, match="stage 'a': it cannot be used any more.*pipeline again"):
-        orchestrator.add_request(OmniRequest("x", "x"))
+    error = str(ask(orchestrator, "x")["x"].error)
+    assert re.search("stage 'a': it cannot be used any more.*pipeline again", error)
     reported = [
         record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
     ]
@@ -154,8 +155,8 @@ def test_a_stage_that_cannot_be_built_now_is_tried_again() -> None:
     fragile = Fragile("a")
     orchestrator = WholeOrchestrator(Pipeline([fragile]))
     fragile.broken, fragile.unwilling = True, MemoryError("no room")
-    with pytest.raises(ValueError, match="could not be rebuilt: MemoryError: no room"):
-        orchestrator.add_request(OmniRequest("x", "x"))
+    error = str(ask(orchestrator, "x")["x"].error)
+    assert "could not be rebuilt: MemoryError: no room" in error
     assert not orchestrator.has_unfinished_requests
     fragile.unwilling = None
     assert ask(orchestrator, "x")["x"].error is None
