@@ -20,6 +20,7 @@ from omni.runtime.trace import Trace
 from stages import Stage, StageConfig, StageOutput
 from stages.remote.remote_stage import RemoteStage
 from stages.stage_output import OutputAccumulator
+from stages.trace_events import Traced
 from stages.worker.messages import (
     Abort,
     Ack,
@@ -358,14 +359,13 @@ class Orchestrator:
         return [each.take_delta(finished=True, error=error) for each in live]
 
     def _events(self, name: str) -> list[Event]:
-        """Return the events of a stage since the last call."""
-        link = self._links[name]
-        if self._trace is None:
-            return link.events()
-        traces, events = link.traces(), link.events()
-        # events() of remote workers also receives their traces.
-        for traced in (*traces, *link.traces()):
-            self._trace.take(name, traced)
+        """Return the events of a stage since the last call; pass its reports to the trace."""
+        events: list[Event] = []
+        for event in self._links[name].events():
+            if not isinstance(event, Traced):
+                events.append(event)
+            elif self._trace is not None:
+                self._trace.take(name, event)
         return events
 
     def _send(self, name: str, command: Command) -> None:

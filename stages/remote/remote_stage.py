@@ -269,8 +269,7 @@ class RemoteLink(StageLink):
         self._attempts: dict[str, Attempt] = {}
         self._by_ticket: dict[int, Attempt] = {}
         self._tickets = count()
-        self._events: list[Event] = []
-        self._traces: list[Traced] = []
+        self._events: list[Event | Traced] = []
         # The stage is built before its link is created.
         self._is_up = [True] * len(self._supervisors)
         self._outboxes: list[list[Command]] = [[] for _ in self._supervisors]
@@ -330,17 +329,12 @@ class RemoteLink(StageLink):
         for attempt in attempts.values():
             self._queue(attempt, Abort(attempt.enter.request_id))
 
-    def events(self) -> list[Event]:
+    def events(self) -> Sequence[Event | Traced]:
         """See :class:`~stages.worker.stage_link.StageLink`."""
         self._receive()
         events, self._events = self._events, []
         self._has_moved |= bool(events)
         return events
-
-    def traces(self) -> list[Traced]:
-        """See :class:`~stages.worker.stage_link.StageLink`."""
-        traces, self._traces = self._traces, []
-        return traces
 
     def _receive(self) -> None:
         for replica, port in enumerate(self._ports):
@@ -407,7 +401,7 @@ class RemoteLink(StageLink):
             case tuple():
                 for event in message:
                     if isinstance(event, Traced):
-                        self._traces.append(event)
+                        self._events.append(event)
                     else:
                         self._handle_event(event)
             case Idle():
@@ -505,7 +499,7 @@ class RemoteLink(StageLink):
         if self._supervisors[replica].spec.is_traced:
             now_s = time.monotonic()
             event = StageEvent(name, now_s, None, request_id, args)
-            self._traces.append(Traced((event,), replica, this_clock(), now_s))
+            self._events.append(Traced((event,), replica, this_clock(), now_s))
 
     def _fail(
         self, attempt: Attempt, error: str, *, has_begun: bool = True, refused: bool = False

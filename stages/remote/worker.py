@@ -39,6 +39,7 @@ from stages.remote.messages import (
 from stages.remote.worker_log import forward_log
 from stages.stage import Stage, Transform
 from stages.stage_config import StageConfig
+from stages.trace_events import Traced
 from stages.worker.messages import Abort, Command, Event, Failed, Output
 from stages.worker.stage_tracer import TracedWorker
 from stages.worker.stage_worker import StageWorker
@@ -244,16 +245,17 @@ class WorkerLoop:
 
     def _emit(self, name: str, worker: StageWorker) -> bool:
         """Send the new events of a stage; return True if there were any."""
-        traces, events = worker.traces(), worker.events()
+        events = worker.events()
         ends = any([isinstance(e, Output) and e.delta and e.delta.finished for e in events])
         try:
-            if traces or events:
+            if events:
                 stats = {name: worker.stage.stats()} if ends else {}
-                self._send(Events({name: (*traces, *events)}, stats))
+                self._send(Events({name: tuple(events)}, stats))
         except (MemoryError, ValueError):
             # Something does not fit into shared memory, or has a type that cannot be sent.
             for event in events:
-                self._emit_alone(name, event)
+                if not isinstance(event, Traced):
+                    self._emit_alone(name, event)
         return bool(events)
 
     def _emit_alone(self, name: str, event: Event) -> None:

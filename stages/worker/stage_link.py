@@ -62,12 +62,8 @@ class StageLink(ABC):
         """Do one unit of work, if the stage is driven by the caller."""
 
     @abstractmethod
-    def events(self) -> list[Event]:
-        """Return the events since the last call."""
-
-    def traces(self) -> list[Traced]:
-        """Return the worker's trace events preceding the next events; none by default."""
-        return []
+    def events(self) -> Sequence[Event | Traced]:
+        """Return the events since the last call, and if traced, reports for the trace."""
 
     @abstractmethod
     def drop_all(self) -> None:

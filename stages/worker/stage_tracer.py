@@ -162,13 +162,14 @@ class TracedWorker(StageWorker):
         super().drop_all()
         self._reset()
 
-    def traces(self) -> list[Traced]:
-        """See :class:`~stages.worker.stage_link.StageLink`; kept until there are other events."""
-        if not self._spans or (not self._events and len(self._spans) < _MAX_EVENTS):
-            return []
+    def events(self) -> Sequence[Event | Traced]:
+        """See :class:`~stages.worker.stage_link.StageLink`; spans are kept until there are any."""
+        events = super().events()
+        if not self._spans or (not events and len(self._spans) < _MAX_EVENTS):
+            return events
         spans = tuple(self._spans)
         self._spans.clear()
-        return [Traced(spans, self._replica, this_clock(), time.monotonic())]
+        return [Traced(spans, self._replica, this_clock(), time.monotonic()), *events]
 
     def _trace_command(self, command: Command, start_s: float, end_s: float) -> None:
         """Record an executed command."""

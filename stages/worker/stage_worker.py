@@ -14,6 +14,7 @@ from engine.interface.outputs import OutputDelta
 from engine.interface.placed_error import described
 from stages.stage import Prepared, Stage, StageRequest, Transform, TransformContext
 from stages.stage_output import OutputAccumulator, StageOutput
+from stages.trace_events import Traced
 from stages.worker.guarded_stage import GuardedStage
 from stages.worker.messages import (
     Abort,
@@ -107,8 +108,8 @@ class StageWorker(StageLink):
         if self._preparations is not None:
             self._preparations.close()
 
-    def events(self) -> list[Event]:
-        """Return the events since the last call."""
+    def events(self) -> Sequence[Event | Traced]:
+        """See :class:`~stages.worker.stage_link.StageLink`."""
         events, self._events = self._events, []
         return events
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import pytest
@@ -23,6 +23,7 @@ from stages import (
     thinker_to_talker,
 )
 from stages.remote import worker
+from stages.trace_events import Traced
 from stages.worker.messages import Event, Output
 from stages.worker.stage_worker import StageWorker
 from tests.support.fake_speech import FakeSpeechStage, Talker, Thinker
@@ -160,7 +161,7 @@ class Told(StageWorker):
 
     seen: ClassVar[dict[str, list[str]]] = {}
 
-    def events(self) -> list[Event]:
+    def events(self) -> Sequence[Event | Traced]:
         news = super().events()
         for event in news:
             if isinstance(event, Output) and event.delta is not None and event.delta.finished:
