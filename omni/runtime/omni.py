@@ -399,7 +399,7 @@ def build_pipeline(
             RemoteStage(
                 name,
                 config.resolved(name),
-                [worker for worker in workers if name in worker.ports],
+                [worker for worker in workers if name in worker.inboxes],
                 config.runtime.max_retries,
             )
             for name in config.topological_order()

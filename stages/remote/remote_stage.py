@@ -29,7 +29,7 @@ from engine import (
     TokensPrompt,
 )
 from engine.interface.outputs import OutputDelta
-from stages.remote.messages import Built, Idle, NotBuilt
+from stages.remote.messages import Built, Commands, Idle, NotBuilt
 from stages.remote.shared_memory import SharedTensors
 from stages.remote.supervisor import WorkerSupervisor
 from stages.stage import Stage, StageRequest, StageStats
@@ -262,7 +262,10 @@ class RemoteLink(StageLink):
     ) -> None:
         self._name = name
         self._supervisors = tuple(supervisors)
-        self._ports = [supervisor.ports[name] for supervisor in supervisors]
+        self._inboxes = [supervisor.inboxes[name] for supervisor in supervisors]
+        # Workers whose messages were read last; commands are for them, and for no later ones. The
+        # first ones have built the stage before anyone reads.
+        self._generations = [1] * len(self._supervisors)
         self._edges = edges
         self._max_retries = max_retries
         self._router = PrefixRouter()
@@ -292,7 +295,7 @@ class RemoteLink(StageLink):
     @property
     def has_work(self) -> bool:
         """True if there are events, or unread messages of any worker."""
-        return bool(self._events) or any([port.inbox for port in self._ports])
+        return bool(self._events) or any(self._inboxes)
 
     def check_idle(self) -> bool:
         """Return True if every worker is idle after executing all commands sent to it."""
@@ -337,8 +340,11 @@ class RemoteLink(StageLink):
         return events
 
     def _receive(self) -> None:
-        for replica, port in enumerate(self._ports):
-            for message in port.messages():
+        for replica, inbox in enumerate(self._inboxes):
+            while inbox:
+                generation, message = inbox.popleft()
+                # An old worker's message may come late.
+                self._generations[replica] = max(self._generations[replica], generation)
                 self._handle_message(replica, message)
 
     def _enter(self, enter: Enter) -> None:
@@ -376,7 +382,9 @@ class RemoteLink(StageLink):
 
     def _dispatch(self, replica: int, commands: tuple[Command, ...]) -> None:
         try:
-            self._ports[replica].send(commands)
+            self._supervisors[replica].send(
+                self._generations[replica], Commands(self._name, commands)
+            )
             for command in commands:
                 if isinstance(command, Enter) and command.request_id in self._attempts:
                     self._attempts[command.request_id].is_sent = True

@@ -35,7 +35,6 @@ from stages.remote.messages import (
 )
 from stages.remote.worker_log import Logged, relay
 from stages.stage import StageStats
-from stages.worker.messages import Command
 from stages.worker.stage_link import WorkerState
 
 _logger = logging.getLogger(f"omni.{__name__}")
@@ -170,37 +169,6 @@ class WorkerEndedError(RuntimeError):
     """The called worker has ended, or is being restarted."""
 
 
-class StagePort:
-    """One stage's view of a worker: sends its commands and receives its messages.
-
-    A command is for the worker whose message :meth:`messages` returned last, and for no later one.
-
-    Attributes:
-        inbox: messages of the worker, each with the worker's generation number.
-    """
-
-    def __init__(self, supervisor: WorkerSupervisor, stage: str) -> None:
-        self._supervisor, self._stage = supervisor, stage
-        self.inbox: deque[tuple[int, Any]] = deque()
-        self._seen = 1  # the first worker has built the stage before anyone reads
-
-    def messages(self) -> list[Any]:
-        """Return the worker's messages since the last call: events, ``Idle``, ``Built``.
-
-        A ``WorkerState`` among them marks the end of a worker.
-        """
-        taken = []
-        while self.inbox:
-            generation, message = self.inbox.popleft()
-            self._seen = max(self._seen, generation)  # an old worker's message may come late
-            taken.append(message)
-        return taken
-
-    def send(self, commands: tuple[Command, ...]) -> None:
-        """Send commands; see :meth:`WorkerSupervisor.send`."""
-        self._supervisor.send(self._seen, Commands(self._stage, commands))
-
-
 class WorkerSupervisor:
     """Keeps a worker running. ::
 
@@ -215,15 +183,17 @@ class WorkerSupervisor:
         stall_timeout_s: seconds without a heartbeat after which a worker counts as dead.
 
     Attributes:
-        ports: port of each stage.
+        inboxes: for each stage, messages of its workers, with the worker's generation number:
+            events, ``Idle``, ``Built``, and a ``WorkerState`` at the end of a worker.
         facts: description of each stage by the last worker; None before one was built.
         num_starts: starts since a worker last finished a request.
-        on_event: called, in any thread, when a port may have messages.
+        on_event: called, in any thread, when an inbox may have messages.
     """
 
     def __init__(self, spec: WorkerSpec, connect: Connect, stall_timeout_s: float) -> None:
         self.spec = spec
-        self.ports = {stage.name: StagePort(self, stage.name) for stage in spec.stages}
+        self.inboxes: dict[str, deque[tuple[int, Any]]]
+        self.inboxes = {stage.name: deque() for stage in spec.stages}
         self._connect = connect
         self._stall_timeout_s = stall_timeout_s
         self._first_built: Future[None] = Future()
@@ -263,7 +233,7 @@ class WorkerSupervisor:
         return None if self._connection is None else self._connection.pid
 
     def start(self) -> None:
-        """Start a worker without waiting; the ports deliver its ``Built`` or its end."""
+        """Start a worker without waiting; the inboxes get its ``Built`` or its end."""
         with self._lock:
             if self._is_closed:
                 return
@@ -453,7 +423,7 @@ class WorkerSupervisor:
             case Events():
                 self._latest.update(message.stats)
                 for name, events in message.events.items():
-                    self.ports[name].inbox.append((generation, events))
+                    self.inboxes[name].append((generation, events))
                 if message.events:
                     self.on_event()
             case NotBuilt() if self.facts is None:
@@ -484,8 +454,8 @@ class WorkerSupervisor:
                 self._broadcast(generation, message)
 
     def _broadcast(self, generation: int, message: Any) -> None:
-        for port in self.ports.values():
-            port.inbox.append((generation, message))
+        for inbox in self.inboxes.values():
+            inbox.append((generation, message))
         self.on_event()
 
     def _fail_first(self, error: str) -> None:

@@ -50,7 +50,7 @@ class Rig:
             RemoteStage(
                 shape.name,
                 shape,
-                [worker for worker in workers if shape.name in worker.ports],
+                [worker for worker in workers if shape.name in worker.inboxes],
                 max_retries,
             )
             for shape in shapes

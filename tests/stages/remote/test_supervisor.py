@@ -11,6 +11,7 @@ import pytest
 
 from stages.remote import supervisor
 from stages.remote.messages import Built, Commands, Idle, StageFacts, WorkerSpec
+from stages.remote.remote_stage import RemoteLink
 from stages.remote.supervisor import Connection, WorkerSupervisor
 from stages.worker.messages import Abort
 from tests.support.patience import wait_for
@@ -46,7 +47,11 @@ class Supervised:
         self.supervisor = WorkerSupervisor(one_stage("a"), self._connect, 60.0)
         self.supervisor.start()
         self.connections[0].say(BUILT)
-        self.port = self.supervisor.ports["a"]
+        self.link = RemoteLink("a", [self.supervisor], (), 1)
+
+    def send(self, request_id: str) -> None:
+        """Send a command through the stage's link."""
+        self.link._dispatch(0, (Abort(request_id),))
 
     def _connect(
         self, spec: WorkerSpec, say: Callable[[Any], None], end: Callable[[str], None]
@@ -75,10 +80,10 @@ def test_commands_before_the_next_workers_first_message_reach_neither_worker(
     workers: Supervised,
 ) -> None:
     workers.replace()
-    with pytest.raises(ConnectionError):
-        workers.port.send((Abort("for the first one"),))
-    workers.port.messages()
-    workers.port.send((Abort("for the next one"),))
+    workers.send("for the first one")
+    assert [each.sent for each in workers.connections] == [[], []]
+    workers.link.events()
+    workers.send("for the next one")
     assert [each.sent for each in workers.connections] == [[], [FOR_THE_NEXT]]
 
 
@@ -94,10 +99,8 @@ def test_the_last_message_of_a_worker_may_be_late(
 
     monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=overtaken))
     workers.connections[0].say(Idle(1))
-    assert [type(each).__name__ for each in workers.port.messages()] == [
-        "WorkerState",
-        "Built",
-        "Idle",
-    ]
-    workers.port.send((Abort("for the next one"),))
+    received = [type(each).__name__ for _, each in workers.supervisor.inboxes["a"]]
+    assert received == ["WorkerState", "Built", "Idle"]
+    workers.link.events()
+    workers.send("for the next one")
     assert [each.sent for each in workers.connections] == [[], [FOR_THE_NEXT]]
