@@ -39,7 +39,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import IO, NoReturn
+from typing import NoReturn
 
 import msgspec
 
@@ -310,7 +310,7 @@ def _fork(server: _Server, name: str, order: bytes) -> WorkerProcess:
     try:
         standard = (fd if _is_open(fd) else null_fd for fd in (1, 2))
         try:
-            with _unnamed_file() as file:
+            with open(unnamed_file("omni-order"), "w+b") as file:
                 file.write(order)
                 file.seek(0)
                 server.fork((theirs.fileno(), *standard, file.fileno(), their_status_fd))
@@ -327,11 +327,17 @@ def _fork(server: _Server, name: str, order: bytes) -> WorkerProcess:
         raise
 
 
-def _unnamed_file() -> IO[bytes]:
-    """Open an unnamed file, in memory if possible: the environment may hold secrets."""
+def unnamed_file(name: str) -> int:
+    """Open an unnamed file, in memory if possible: an order's environment may hold secrets.
+
+    Args:
+        name: shown by the system to those who look at this process's descriptors.
+    """
     if hasattr(os, "memfd_create"):
-        return open(os.memfd_create("omni-order"), "w+b")
-    return tempfile.TemporaryFile()
+        return os.memfd_create(name)
+    fd, path = tempfile.mkstemp(prefix=f"{name}-")
+    os.unlink(path)
+    return fd
 
 
 def import_path() -> list[str]:

@@ -20,7 +20,6 @@ import fcntl
 import math
 import mmap
 import os
-import tempfile
 import threading
 import weakref
 from abc import ABC, abstractmethod
@@ -31,6 +30,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from stages.remote.fork_server import unnamed_file
 
 _ALIGNMENT = 64
 _MAX_KEPT, _MAX_KEPT_BYTES = 16, 256 * 2**20
@@ -146,7 +147,7 @@ def _kept_memory(nbytes: int) -> Descriptor:
             if nbytes <= os.fstat(memory.fd).st_size <= 4 * nbytes and _is_free(memory):
                 _kept.remove(memory)
                 return memory
-    return Descriptor(_unnamed_file())
+    return Descriptor(unnamed_file("omni-segment"))
 
 
 def _is_free(memory: Descriptor) -> bool:
@@ -166,14 +167,6 @@ def _keep(memory: Descriptor) -> None:
         while len(_kept) > _MAX_KEPT or sum(sizes) > _MAX_KEPT_BYTES:
             _kept.popleft()
             del sizes[0]
-
-
-def _unnamed_file() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("omni-segment", os.MFD_CLOEXEC)
-    fd, path = tempfile.mkstemp(prefix="omni-segment-")
-    os.unlink(path)
-    return fd
 
 
 class SharedBytes(RemoteBytes):
