@@ -99,9 +99,14 @@ class _TransformSchema:
         return core_schema.json_or_python_schema(json_schema=name, python_schema=in_python)
 
 
-def _resolve_location(value: str | Transform, info: ValidationInfo) -> str | Transform:
-    locate: Callable[[str], str] | None = (info.context or {}).get("locate_transform")
-    return locate(value) if locate is not None and isinstance(value, str) else value
+def located_by(key: str) -> AfterValidator:
+    """Return a validator of names that a function of the validation's context, if any, resolves."""
+
+    def resolve(value: Any, info: ValidationInfo) -> Any:
+        locate: Callable[[str], str] | None = (info.context or {}).get(key)
+        return locate(value) if locate is not None and isinstance(value, str) else value
+
+    return AfterValidator(resolve)
 
 
 def _as_tuple(value: Any) -> Any:
@@ -139,7 +144,7 @@ class StageInputs:
     """
 
     sources: Annotated[tuple[str, ...], Field(alias="from", min_length=1), OneOrMore]
-    transform: Annotated[str | Transform, _TransformSchema, AfterValidator(_resolve_location)]
+    transform: Annotated[str | Transform, _TransformSchema, located_by("locate_transform")]
     chunk_size: Annotated[int | None, Field(ge=1)] = None
     max_pending_chunks: Annotated[int, Field(ge=1)] = 2
 

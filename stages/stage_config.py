@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self, TypeVar, get_args, get_type_hints
 
 from pydantic import (
-    AfterValidator,
     Field,
     PrivateAttr,
     ValidationInfo,
@@ -27,7 +26,7 @@ from engine.interface.placed_error import PlacedError, described, suggest
 from engine.interface.sampling_params import SamplingParams
 from engine.interface.settings import Settings
 from stages.placement import Placement
-from stages.stage import OneOrMore, Stage, StageInputs, check_methods
+from stages.stage import OneOrMore, Stage, StageInputs, check_methods, located_by
 from stages.transforms.user_code import load_custom, locate_custom
 
 if TYPE_CHECKING:
@@ -42,12 +41,7 @@ _KINDS_BY_CLASS: dict[str, type[StageConfig]] = {}
 """Kinds that are named by their class, as last loaded."""
 
 
-def _resolve_location(value: str, info: ValidationInfo) -> str:
-    locate: Callable[[str], str] | None = (info.context or {}).get("locate_model")
-    return value if locate is None else locate(value)
-
-
-ModelReference = Annotated[str, Field(min_length=1), AfterValidator(_resolve_location)]
+ModelReference = Annotated[str, Field(min_length=1), located_by("locate_model")]
 """Folder, hub id, or a name that the validation's context resolves to one of them by an optional
 function ``locate_model``."""
 
