@@ -181,10 +181,8 @@ class _Journal:
         return os.pread(self._descriptor, length, start)
 
     def close(self) -> None:
-        """Close the file. May be called repeatedly."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        """Close the file."""
+        os.close(self._descriptor)
 
 
 def describe_stage(

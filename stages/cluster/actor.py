@@ -12,7 +12,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
@@ -33,8 +32,9 @@ from stages.remote.supervisor import Connection, NoPlaceError
 from stages.remote.worker import Build, WorkerLoop, build_stage, log_fields_of
 from stages.remote.worker_log import forward_log
 from stages.stage import Stage, Transform
+from stages.trace_events import this_clock
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """Version of the protocol between actors and links. A peer with another version is refused."""
 
 _MAX_ITEMS = 4096
@@ -241,8 +241,7 @@ class ActorWorker:
 def machine_name() -> str:
     """Return a name that is equal only in processes that see each other's process ids."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+        return f"{this_clock()} {os.stat('/proc/self/ns/pid').st_ino}"
     except OSError:  # not on Linux; then no two processes count as being on one machine
         return f"unknown {os.getpid()}"
 

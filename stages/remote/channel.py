@@ -26,7 +26,7 @@ from engine.interface.log_fields import package_logger
 from stages.remote.codec import INLINE_BYTES, Decoder, Reference, encode, plain_bytes
 from stages.remote.shared_memory import Descriptor, RemoteBytes, Segment, SharedBytes, aligned
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Version of the protocol between processes. A peer with another version is refused."""
 
 _LOG = package_logger(__name__)

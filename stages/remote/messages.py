@@ -82,7 +82,6 @@ class StageFacts:
     speakers: tuple[str, ...] | None
     has_cache: bool
     enable_prefix_caching: bool
-    final_output_kinds: tuple[str, ...]
     description: Mapping[str, Any]
 
 

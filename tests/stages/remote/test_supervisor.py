@@ -17,7 +17,7 @@ from stages.worker.messages import Abort
 from tests.support.patience import wait_for
 from tests.support.remote_stages import one_stage
 
-BUILT = Built({"a": StageFacts(None, None, None, None, False, False, None, True, True, (), {})})
+BUILT = Built({"a": StageFacts(None, None, None, None, False, False, None, True, True, {})})
 
 FOR_THE_NEXT = Commands("a", (Abort("for the next one"),))
 
