@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
@@ -46,28 +46,6 @@ _WAIT_TIMEOUT_S = 0.1
 StageOutputListener: TypeAlias = Callable[[StageOutput], None] | None
 
 
-@dataclass(slots=True)
-class Stream:
-    """State of a request on a streamed edge.
-
-    Attributes:
-        edge: the streamed edge, with its consumer.
-        outstanding: chunks that were sent but not consumed yet.
-        has_begun: true if any chunk was sent.
-    """
-
-    source: str
-    edge: StreamedEdge
-    outstanding: int = 0
-    has_begun: bool = False
-    is_open: bool = True
-
-    @property
-    def is_full(self) -> bool:
-        """True if the source pauses the request until the consumer has consumed a chunk."""
-        return self.is_open and self.outstanding >= self.edge.max_pending
-
-
 @dataclass(slots=True, eq=False)
 class LiveRequest:
     """A running request.
@@ -76,14 +54,13 @@ class LiveRequest:
         request: the request, with its id set.
         sampling: ``stage -> parameters`` that the request overrides.
         waiting: stages that it has yet to enter.
-        streams: its streamed edges, by consumer.
         inside: stages that have it, or prepare it, with its ticket there.
+        outstanding: chunks that were sent to a stage but not consumed yet.
         lifted: stages in which it was paused and resumed, until it has produced a chunk there.
         has_moved: true if any stage has emitted output of it.
         whole: accumulated outputs of stages whose whole output is needed.
         finished: full outputs of stages that it has left and that a waiting stage still needs.
         new: output to be sent to the user, with its final stage.
-        ended: final stages whose output is complete.
         num_tokens: number of generated tokens, by stage.
         times: its times in each stage.
         has_new_times: true if it has entered or left a stage since the last output to the user.
@@ -94,15 +71,14 @@ class LiveRequest:
     sampling: Mapping[str, SamplingParams]
     speaker: str | None
     waiting: set[str]
-    streams: Mapping[str, Stream]
     final_stages: tuple[str, ...]
     inside: dict[str, int] = field(default_factory=dict)
+    outstanding: Counter[str] = field(default_factory=Counter)
     lifted: set[str] = field(default_factory=set)
     has_moved: bool = False
     whole: dict[str, OutputAccumulator] = field(default_factory=dict)
     finished: dict[str, StageOutput] = field(default_factory=dict)
     new: list[tuple[str, OutputDelta]] = field(default_factory=list)
-    ended: set[str] = field(default_factory=set)
     num_tokens: dict[str, int] = field(default_factory=dict)
     sampling_rates: dict[str, int] = field(default_factory=dict)
     times: dict[str, StageTime] = field(default_factory=dict)
@@ -116,8 +92,6 @@ class LiveRequest:
                 self.whole[name] = OutputAccumulator(self.request_id, name)
             self.whole[name].add(delta)
         self.num_tokens[name] = self.num_tokens.get(name, 0) + len(delta.token_ids)
-        if delta.finished:
-            self._note_end(name, delta)
         if stage.final_output:
             shown = _visible_part(delta, stage.final_output)
             if shown.audio is not None:
@@ -128,8 +102,8 @@ class LiveRequest:
                         f"{rate}"
                     )
             self.new.append((name, shown))
-            if delta.finished:
-                self.ended.add(name)
+        if delta.finished:
+            self._note_end(name, delta)
         if delta.failure is not None:
             raise ValueError(delta.failure)
 
@@ -159,7 +133,7 @@ class LiveRequest:
     def cut_short(self, reason: FinishReason) -> None:
         """End the output of all final stages that are not done."""
         for name in self.final_stages:
-            if name not in self.ended:
+            if name not in self.times or self.times[name].ended_s is None:
                 end = OutputDelta(self.request_id, finished=True, finish_reason=reason)
                 self.new.append((name, end))
 
@@ -204,18 +178,18 @@ class Orchestrator:
         self._on_stage_output = on_stage_output or (lambda _: None)
         self._live: dict[str, LiveRequest] = {}
         self._trace = trace
-        self._edges = streamed_edges(pipeline.stages)
-        self._streams_any = any(self._edges.values())
+        edges = streamed_edges(pipeline.stages)
+        # The streamed edges with their sources, by consumer.
+        self._streams = {edge.consumer: (name, edge) for name in edges for edge in edges[name]}
         self._links = {
-            name: _link(pipeline, stage, self._edges[name], is_traced=trace is not None)
+            name: _link(pipeline, stage, edges[name], is_traced=trace is not None)
             for name, stage in pipeline.stages.items()
         }
-        streamed = {edge.consumer for edge in chain(*self._edges.values())}
         # For each stage that consumes no chunks, the stages whose finished outputs it waits for.
         self._whole_edges = {
             name: sources
             for name, sources in sources_of(pipeline.stages).items()
-            if name not in streamed
+            if name not in self._streams
         }
         # Needed by the listener, or by a later stage that consumes whole outputs, not chunks.
         self._needed_whole = frozenset(
@@ -288,11 +262,6 @@ class Orchestrator:
             raise ValueError(
                 f"request_id {request.request_id!r} belongs to a request that is still running"
             )
-        streams = {
-            edge.consumer: Stream(source, edge)
-            for source, edges in self._edges.items()
-            for edge in edges
-        }
         pipeline, voices = self._pipeline, self._pipeline.voices
         speaker = voices.find(request.speaker) or pipeline.speaker
         prompt, speaker = voices.apply(request.prompt, speaker)
@@ -302,7 +271,6 @@ class Orchestrator:
             sampling=pipeline.merge_sampling(request.sampling),
             speaker=speaker,
             waiting=set(pipeline.order),
-            streams=streams,
             final_stages=pipeline.final_stages,
         )
         self._check_workers()
@@ -333,7 +301,7 @@ class Orchestrator:
                 self._take(event, moved)
             if moved:  # deliver it before the other stages work
                 break
-        if not has_moved and self._streams_any:
+        if not has_moved and self._streams:
             self._resume_stalled()
         self._flush()
         return [ended or self._live[each].take_delta() for each, ended in moved.items()]
@@ -398,10 +366,10 @@ class Orchestrator:
                 if ended is not None or is_shown:
                     moved[live.request_id] = ended
             case Ack():
-                stream = live.streams[name]
-                stream.outstanding -= 1
-                if stream.source in live.inside:
-                    self._send(stream.source, Credit(live.request_id, name))
+                live.outstanding[name] -= 1
+                source, _ = self._streams[name]
+                if source in live.inside:
+                    self._send(source, Credit(live.request_id, name))
             case Failed():
                 ended = self._end(live, event.error)
                 if not (event.has_begun or live.has_moved):
@@ -435,18 +403,17 @@ class Orchestrator:
         return live.take_delta(finished=True)
 
     def _forward(self, live: LiveRequest, chunk: Chunk) -> None:
-        """Send a chunk to its consumer."""
-        stream = live.streams[chunk.consumer]
-        live.lifted.discard(stream.source)
-        if not stream.is_open:
-            return
-        stream.outstanding += 1
-        if stream.has_begun:
-            extend = Extend(live.request_id, chunk.output, chunk.first_row)
-            self._send(chunk.consumer, extend)
+        """Send a chunk to its consumer, unless that is done with the request."""
+        consumer = chunk.consumer
+        source, _ = self._streams[consumer]
+        live.lifted.discard(source)
+        if consumer in live.inside:
+            self._send(consumer, Extend(live.request_id, chunk.output, chunk.first_row))
+        elif consumer in live.waiting:
+            self._enter(live, consumer, (chunk.output,), first_row=chunk.first_row)
         else:
-            stream.has_begun = True
-            self._enter(live, chunk.consumer, (chunk.output,), first_row=chunk.first_row)
+            return
+        live.outstanding[consumer] += 1
 
     def _enter_ready_stages(self, live: LiveRequest) -> None:
         """Send a request to every stage whose sources are all done with it."""
@@ -492,11 +459,9 @@ class Orchestrator:
         del self._entered[live.inside.pop(name)]
         if self._trace is not None:
             self._trace.left(name, live.request_id)
-        stream = live.streams.get(name)
-        if stream is not None:
-            stream.is_open = False
-            if stream.source in live.inside:
-                self._send(stream.source, CloseStream(live.request_id, name))
+        source, _ = self._streams.get(name, (None, None))
+        if source in live.inside:
+            self._send(source, CloseStream(live.request_id, name))
 
     def _resume_stalled(self) -> None:
         """Resume a paused request if the pipeline is stalled: the oldest one, in its last stage.
@@ -509,7 +474,12 @@ class Orchestrator:
             for live in self._live.values()
             for name in reversed(self._pipeline.order)
             if name in live.inside
-            and any(each.source == name and each.is_full for each in live.streams.values())
+            and any(
+                source == name
+                and consumer in live.inside
+                and live.outstanding[consumer] >= edge.max_pending
+                for consumer, (source, edge) in self._streams.items()
+            )
         ]
         if not paused or not all([link.check_idle() for link in self._links.values()]):
             return
