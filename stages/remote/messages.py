@@ -117,15 +117,14 @@ class Returned(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     Attributes:
         stats: counters of each stage, if requested.
-        error_place: the place of a :class:`~engine.interface.placed_error.PlacedError`, whose
-            ``error_type`` is ``ValueError``.
+        error_place: None unless it is a ``ValueError``; the place of a
+            :class:`~engine.interface.placed_error.PlacedError`, else ``()``.
     """
 
     number: int
     stats: Mapping[str, StageStats] | None = None
     error: str | None = None
-    error_type: str = ""
-    error_place: KeyPath = ()
+    error_place: KeyPath | None = None
 
 
 class Commands(msgspec.Struct, frozen=True, tag=True, array_like=True):

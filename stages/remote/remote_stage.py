@@ -277,7 +277,6 @@ class RemoteLink(StageLink):
         self._is_up = [True] * len(self._supervisors)
         self._outboxes: list[list[Command]] = [[] for _ in self._supervisors]
         self._idle_at = [-1] * len(self._supervisors)
-        self._lost: dict[int, str] = {}
         self._has_moved = False
         self._on_event: Callable[[], object] = lambda: None
 
@@ -357,9 +356,10 @@ class RemoteLink(StageLink):
 
     def _place(self, attempt: Attempt) -> None:
         """Choose a replica for a new run, and send it there if that is up."""
-        loads = {each: 0 for each in range(len(self._supervisors)) if each not in self._lost}
+        states = [supervisor.state for supervisor in self._supervisors]
+        loads = {each: 0 for each, state in enumerate(states) if why_lost([state]) is None}
         if not loads:
-            self._fail(attempt, next(iter(self._lost.values())))
+            self._fail(attempt, str(why_lost(states)))
             return
         for other in self._attempts.values():
             if other is not attempt and other.replica in loads:
@@ -416,7 +416,6 @@ class RemoteLink(StageLink):
                 self._idle_at[replica] = message.num_commands
             case Built():
                 self._is_up[replica] = True
-                self._lost.pop(replica, None)
                 self._trace("worker started", replica)
                 self._outboxes[replica] = []
                 self._idle_at[replica] = -1
@@ -474,8 +473,6 @@ class RemoteLink(StageLink):
         self._outboxes[replica] = []
         self._idle_at[replica] = -1
         self._router.forget(replica)
-        if (why := why_lost([ended])) is not None:
-            self._lost[replica] = why
         if ended.state == "down":
             _logger.error("stage %r: a worker %s, for the last time", self._name, ended.last_end)
         for attempt in self._attempts_of(replica):

@@ -359,13 +359,10 @@ class WorkerSupervisor:
             return
         if returned.error is None:
             answer.set_result(returned.stats)
-        elif returned.error_place:
-            answer.set_exception(PlacedError(returned.error_place, returned.error))
-        elif returned.error_type == "ValueError":
-            answer.set_exception(ValueError(returned.error))
+        elif returned.error_place is None:
+            answer.set_exception(RuntimeError(f"{self.spec.called}: {returned.error}"))
         else:
-            message = f"{self.spec.called}: {returned.error_type}: {returned.error}"
-            answer.set_exception(RuntimeError(message))
+            answer.set_exception(PlacedError(returned.error_place, returned.error))
 
     def _fail_calls(self, reason: str, *numbers: int) -> None:
         """Make calls raise ``WorkerEndedError``: those with the given numbers, or all."""

@@ -64,9 +64,10 @@ def answer_call(stages: Mapping[str, Stage], call: Call) -> Returned:
                 raise RuntimeError(f"a stage has no method {call.method!r} for calls")
         return Returned(call.number)
     except Exception as error:  # raised again by the caller
+        if not isinstance(error, ValueError):
+            return Returned(call.number, error=described(error))
         place = error.place if isinstance(error, PlacedError) else ()
-        kind = ValueError if place else type(error)
-        return Returned(call.number, error=str(error), error_type=kind.__name__, error_place=place)
+        return Returned(call.number, error=str(error), error_place=place)
 
 
 def log_fields_of(spec: WorkerSpec) -> LogFields:
@@ -143,7 +144,6 @@ class WorkerLoop:
         self._stages: dict[str, Stage] | None = None  # once all are built
         self._workers: dict[str, StageWorker] = {}  # the last stage first
         self._num_commands = 0
-        self._was_idle = False
         self._nap_s = _MIN_NAP_S
         self._stats_sent_s = 0.0
 
@@ -209,13 +209,11 @@ class WorkerLoop:
             # Immediately: the receivers can act on it while the next stage works.
             has_moved |= self._emit(name, worker)
         if has_moved:
-            self._was_idle = False
             self._nap_s = _MIN_NAP_S
         elif not (busy := [worker for worker in self._workers.values() if worker.has_work]):
             self._sleep(_HEARTBEAT_S)
         elif all([worker.check_idle() for worker in busy]):
-            if not self._was_idle:
-                self._was_idle = True
+            if self._nap_s == _MIN_NAP_S:  # it was not idle before
                 self._send(Idle(self._num_commands))
             self._sleep(self._nap_s)
             self._nap_s = min(2 * self._nap_s, _MAX_NAP_S)
