@@ -187,6 +187,7 @@ class WorkerSupervisor:
             events, ``Idle``, ``Built``, and a ``WorkerState`` at the end of a worker.
         facts: description of each stage by the last worker; None before one was built.
         num_starts: starts since a worker last finished a request.
+        state: state of the worker, and the history of the previous ones.
         on_event: called, in any thread, when an inbox may have messages.
     """
 
@@ -203,7 +204,6 @@ class WorkerSupervisor:
         self.num_commands = 0
         self._is_connected = threading.Event()
         self._is_settled = threading.Event()  # it is up, or may never be again
-        self.is_up = False
         self._is_closed = False
         self.num_starts = 0
         self._call_numbers = count()
@@ -220,12 +220,12 @@ class WorkerSupervisor:
         # Final counters of the workers that have ended, and the current one's latest report.
         self._ended = {stage.name: StageStats() for stage in spec.stages}
         self._latest: dict[str, StageStats] = {}
-        self._state = WorkerState("starting")
+        self.state = WorkerState("starting")
 
     @property
-    def state(self) -> WorkerState:
-        """State of the worker."""
-        return replace(self._state, state="up") if self.is_up else self._state
+    def is_up(self) -> bool:
+        """True if the worker has built its stages and accepts commands."""
+        return self.state.state == "up"
 
     @property
     def pid(self) -> int | None:
@@ -395,7 +395,9 @@ class WorkerSupervisor:
     def close(self) -> None:
         """End the worker, and start no more. Idempotent."""
         with self._lock:
-            self._is_closed, self.is_up = True, False
+            self._is_closed = True
+            if self.is_up:
+                self.state = replace(self.state, state="starting")
             self._is_settled.set()
             connection, self._connection = self._connection, None
         self._is_due.set()
@@ -435,13 +437,12 @@ class WorkerSupervisor:
                     return
                 for setting in self._settings.values():
                     connection.send(setting)
-                if self._state.state == "waiting":  # those starts did not fail by its own fault
+                if self.state.state == "waiting":  # those starts did not fail by its own fault
                     self.num_starts = 1
-                    self._state = replace(self._state, state="starting")
                 with self._lock:
                     if self._connection is None:  # closed in the meantime
                         return
-                    self.is_up = True
+                    self.state = replace(self.state, state="up")
                     self._is_settled.set()
                 if is_first:
                     self._first_built.set_result(None)
@@ -469,15 +470,15 @@ class WorkerSupervisor:
                 return
             self._generation += 1
             has_no_place |= self._connection is not None and self._connection.has_no_place
-            self.is_up, self._connection = False, None
+            self._connection = None
             is_late = self.num_starts >= MAX_STARTS
             is_final = self.facts is None or (is_late and not has_no_place)
             is_waiting = is_late and not is_final
-            was_waiting = self._state.state == "waiting"
+            was_waiting = self.state.state == "waiting"
             num_restarts = int(not is_final and not was_waiting)
-            self._state = state = WorkerState(
+            self.state = state = WorkerState(
                 "down" if is_final else "waiting" if is_waiting else "starting",
-                self._state.num_restarts + num_restarts,
+                self.state.num_restarts + num_restarts,
                 reason,
                 time.time(),
             )
