@@ -314,7 +314,6 @@ facts = st.builds(
     st.none() | st.lists(texts).map(tuple),
     st.booleans(),
     st.booleans(),
-    st.lists(texts).map(tuple),
     st.dictionaries(texts, plain, max_size=2),
 )
 messages = (
