@@ -25,7 +25,6 @@ from stages.worker.messages import (
     Abort,
     Ack,
     Chunk,
-    CloseStream,
     Command,
     Credit,
     Enter,
@@ -461,7 +460,7 @@ class Orchestrator:
             self._trace.left(name, live.request_id)
         source, _ = self._streams.get(name, (None, None))
         if source in live.inside:
-            self._send(source, CloseStream(live.request_id, name))
+            self._send(source, Credit(live.request_id, name, closes=True))
 
     def _resume_stalled(self) -> None:
         """Resume a paused request if the pipeline is stalled: the oldest one, in its last stage.

@@ -39,7 +39,6 @@ from stages.trace_events import RUN_AGAIN, StageEvent, Traced, this_clock
 from stages.worker.messages import (
     Abort,
     Ack,
-    CloseStream,
     Command,
     Credit,
     Enter,
@@ -317,7 +316,7 @@ class RemoteLink(StageLink):
         match command:
             case Extend():
                 attempt.extends.append(command)
-            case Credit() | CloseStream():
+            case Credit():
                 place = attempt.places[command.consumer]
                 attempt.places[command.consumer] = place.answered(command)
             case Abort():

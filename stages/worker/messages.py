@@ -3,8 +3,8 @@
 Commands go from the orchestrator to a worker, events come back. They hold live objects; for a
 worker in another process they are encoded, with tensors in shared memory or an object store::
 
-    orchestrator ── Enter, Extend, Credit, CloseStream, Lift, Abort ──► worker
-    orchestrator ◄── Output, Ack, Failed ──────────────────────────── worker
+    orchestrator ── Enter, Extend, Credit, Lift, Abort ──► worker
+    orchestrator ◄── Output, Ack, Failed ─────────────── worker
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class StreamPlace:
             outstanding=self.outstanding + 1,
         )
 
-    def answered(self, command: Credit | CloseStream) -> StreamPlace:
+    def answered(self, credit: Credit) -> StreamPlace:
         """Return the place after the consumer has consumed a chunk, or closed the stream."""
-        if isinstance(command, CloseStream):
+        if credit.closes:
             return replace(self, is_open=False)
         return replace(self, outstanding=max(0, self.outstanding - 1))
 
@@ -115,17 +115,15 @@ class Extend(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Credit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Report that a consumer has consumed a chunk of a request that this stage has."""
+    """Report that a consumer has consumed a chunk of a request that this stage has.
+
+    Attributes:
+        closes: true if it accepts no more chunks instead.
+    """
 
     request_id: str
     consumer: str
-
-
-class CloseStream(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Report that a consumer accepts no more chunks of a request that this stage has."""
-
-    request_id: str
-    consumer: str
+    closes: bool = False
 
 
 class Lift(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -140,7 +138,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True, array_like=True):
     request_id: str
 
 
-Command: TypeAlias = Enter | Extend | Credit | CloseStream | Lift | Abort
+Command: TypeAlias = Enter | Extend | Credit | Lift | Abort
 
 
 class Output(msgspec.Struct, frozen=True, tag=True, array_like=True):

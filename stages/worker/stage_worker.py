@@ -20,7 +20,6 @@ from stages.worker.messages import (
     Abort,
     Ack,
     Chunk,
-    CloseStream,
     Command,
     Credit,
     Enter,
@@ -125,7 +124,7 @@ class StageWorker(StageLink):
         match command:
             case Extend():
                 self._extend(state, command)
-            case Credit() | CloseStream():
+            case Credit():
                 cutter = state.cutters[command.consumer]
                 cutter.place = cutter.place.answered(command)
                 if state.is_paused and not state.is_held_up:

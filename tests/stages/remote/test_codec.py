@@ -68,7 +68,6 @@ from stages.worker.messages import (
     Abort,
     Ack,
     Chunk,
-    CloseStream,
     Command,
     Credit,
     Enter,
@@ -278,8 +277,7 @@ enters = st.builds(
 commands = (
     enters
     | st.builds(Extend, texts, outputs, integers)
-    | st.builds(Credit, texts, texts)
-    | st.builds(CloseStream, texts, texts)
+    | st.builds(Credit, texts, texts, st.booleans())
     | st.builds(Lift, texts)
     | st.builds(Abort, texts)
 )
@@ -345,7 +343,7 @@ def test_messages_survive_a_round_trip(message: object):
 
 def test_every_kind_of_message_is_generated():
     """A new kind of message must be added above."""
-    tried = {Note, Enter, Extend, Credit, CloseStream, Lift, Abort, Output, Ack, Failed}
+    tried = {Note, Enter, Extend, Credit, Lift, Abort, Output, Ack, Failed}
     tried |= {Traced, Commands, Events, Call, Returned, Logged, Idle, GaveUp, NotBuilt, Built}
     known = {*get_args(LinkMessage), *get_args(WorkerMessage), *get_args(Command), *get_args(Event)}
     assert known <= tried
