@@ -181,7 +181,6 @@ class CausalModel(nn.Module):
             of a step are text at their sequence positions.
         ignored_weights: names that a checkpoint may contain but the model does not use.
         encoder_hidden_size: width of the rows returned by :meth:`encode`; 0 without an encoder.
-        max_encoder_len: maximum number of these rows per input; 0 without an encoder.
         num_codebooks: ids drawn per token: the first by the sampler from the logits, the others
             by :meth:`draw_codes`.
         code_sampling: sampling parameters of the other ids, if tokens are not greedy.
@@ -199,7 +198,6 @@ class CausalModel(nn.Module):
     num_position_axes: int = 1
     ignored_weights: Collection[str] = ()
     encoder_hidden_size: int = 0
-    max_encoder_len: int = 0
     placeholders: Mapping[Modality, int] = MappingProxyType({})
     num_codebooks: int = 1
     code_sampling: SamplingParams = SamplingParams()
@@ -335,6 +333,11 @@ class CausalModel(nn.Module):
             codes: see ``AttentionStep.codes``.
         """
         return {"codes": codes}
+
+    @property
+    def max_encoder_len(self) -> int:
+        """Maximum number of rows that :meth:`encode` returns per input; 0 without an encoder."""
+        return 0
 
     def encode(self, inputs: Sequence[EncoderInput]) -> Tensor:
         """Run the encoder that the decoder attends to.

@@ -190,6 +190,11 @@ class EncoderDecoderModel(CausalModel):
 
     encoder: EncoderModule
 
+    @property
+    def max_encoder_len(self) -> int:
+        """Maximum number of encoder rows per input."""
+        return self.encoder.max_len
+
     def encoder_view(self, entry: EncoderInput | None, decoder_ids: Sequence[int]) -> EncoderView:
         """Check a request, and return the range of encoder rows that its decoder sees."""
         if entry is None:

@@ -207,7 +207,6 @@ class MllamaModel(EncoderDecoderModel, DecoderModel):
         self.image_token_id = int(config.image_token_index)
         self.encoder_hidden_size = self.hidden_size
         self.encoder = ImageEncoder(config, settings)
-        self.max_encoder_len = self.encoder.max_len
         # After those of the text, whose group must be the first one.
         self.attention_layers += [x.attention for x in layers if isinstance(x, ImageLayer)]
 

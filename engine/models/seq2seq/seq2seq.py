@@ -290,7 +290,6 @@ class Seq2SeqModel(EncoderDecoderModel):
         options = settings.tensor_options
         self.embedding = empty_parameter(config.vocab_size, config.hidden_size, **options)
         self.encoder = build_encoder(self.embedding)
-        self.max_encoder_len = self.encoder.max_len
         self.positions: nn.Parameter | None = None
         if config.position_offset is not None:
             rows = config.max_position_embeddings + config.position_offset
