@@ -121,17 +121,20 @@ def streams_of(
     )
 
 
-def assert_busy(
+def not_done(
     before: EngineStats, after: EngineStats, *, preempts: bool = True, evicts: bool = True
-) -> None:
-    """Check that the run hit, evicted and preempted, including items if there are any."""
+) -> list[str]:
+    """List what the run did not do: hit, evict and preempt, including items if there are any."""
     assert before.kv is not None and after.kv is not None
-    assert after.cached_tokens > before.cached_tokens
-    assert after.kv.evictions > before.kv.evictions or not evicts
-    assert after.num_preemptions > before.num_preemptions or not preempts
+    done = {
+        "hit": after.cached_tokens > before.cached_tokens,
+        "evict": after.kv.evictions > before.kv.evictions or not evicts,
+        "preempt": after.num_preemptions > before.num_preemptions or not preempts,
+    }
     if before.kv.items is not None and after.kv.items is not None:
-        assert after.encoder_hits > before.encoder_hits
-        assert after.kv.items.evictions > before.kv.items.evictions or not evicts
+        done["hit items"] = after.encoder_hits > before.encoder_hits
+        done["evict items"] = after.kv.items.evictions > before.kv.items.evictions or not evicts
+    return [each for each, is_done in done.items() if not is_done]
 
 
 class Alone:
