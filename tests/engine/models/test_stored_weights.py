@@ -201,11 +201,14 @@ def figures(*values: int, **more: Any) -> dict[str, Any]:
     return dict(zip(FIGURES, values, strict=True)) | more
 
 
+FEW = 16
+"""Experts in place of 128 to 512: all are stored alike."""
+
 DECODERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     "Qwen/Qwen3-30B-A3B": (
         "qwen3_moe",
         figures(
-            48, 151_936, 2048, 6144, 32, 4, num_experts_per_tok=8, num_experts=128, head_dim=128
+            48, 151_936, 2048, 6144, 32, 4, num_experts_per_tok=8, num_experts=FEW, head_dim=128
         )
         | {"moe_intermediate_size": 768, "max_position_embeddings": 40_960},
     ),
@@ -239,7 +242,7 @@ DECODERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     "Qwen/Qwen3-Next-80B-A3B-Instruct": (
         "qwen3_next",
-        figures(48, 151_936, 2048, 5120, 16, 2, head_dim=256, num_experts=512)
+        figures(48, 151_936, 2048, 5120, 16, 2, head_dim=256, num_experts=FEW)
         | {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
         | {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "num_experts_per_tok": 10}
         | {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
@@ -247,7 +250,7 @@ DECODERS: Mapping[str, tuple[str, dict[str, Any]]] = {
     ),
     # The text model alone, with transformers' defaults.
     "Qwen/Qwen3.5-9B": ("qwen3_5_text", {}),
-    "Qwen/Qwen3.5-35B-A3B": ("qwen3_5_moe_text", {}),
+    "Qwen/Qwen3.5-35B-A3B": ("qwen3_5_moe_text", {"num_experts": FEW}),
     "ai21labs/Jamba-v0.1": (
         "jamba",
         figures(32, 65_536, 4096, 14_336, 32, 8, num_experts_per_tok=2, num_experts=16)
@@ -430,7 +433,7 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Qwen/Qwen3-VL-30B-A3B-Instruct": (
         "qwen3_vl_moe",
         {
-            "text_config": figures(48, 151_936, 2048, 6144, 32, 4, head_dim=128, num_experts=128)
+            "text_config": figures(48, 151_936, 2048, 6144, 32, 4, head_dim=128, num_experts=FEW)
             | {"num_experts_per_tok": 8, "moe_intermediate_size": 768}
             | {"max_position_embeddings": 262_144},
             "vision_config": {"out_hidden_size": 2048},
@@ -462,7 +465,10 @@ SEEING: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     # With transformers' defaults.
     "Qwen/Qwen3.5-9B": ("qwen3_5", {"vision_config": {"out_hidden_size": 4096}}),
-    "Qwen/Qwen3.5-35B-A3B": ("qwen3_5_moe", {"vision_config": {"out_hidden_size": 2048}}),
+    "Qwen/Qwen3.5-35B-A3B": (
+        "qwen3_5_moe",
+        {"text_config": {"num_experts": FEW}, "vision_config": {"out_hidden_size": 2048}},
+    ),
 }
 
 
@@ -489,7 +495,7 @@ def test_every_weight_of_a_published_layout_has_its_place(
 
 
 # Qwen/Qwen3-Omni-30B-A3B-Instruct
-EXPERTS: Mapping[str, Any] = {"num_experts": 128, "num_experts_per_tok": 8, "head_dim": 128}
+EXPERTS: Mapping[str, Any] = {"num_experts": FEW, "num_experts_per_tok": 8, "head_dim": 128}
 QWEN3_OMNI: Mapping[str, Any] = {
     "thinker_config": {
         "text_config": figures(48, 152_064, 2048, 768, 32, 4)
