@@ -281,12 +281,19 @@ class SamplingParams(Settings):
             )
         return self
 
+    @field_validator("max_tokens", "min_tokens", "top_k", "max_repeats", "logprobs", "n")
+    @classmethod
+    def _check_size(cls, value: int | None) -> int | None:
+        if value is not None and value >= 2**63:
+            raise ValueError("should be less than 2**63")
+        return value
+
     @field_validator("truncate_prompt_tokens")
     @classmethod
     def _check_truncation(cls, value: int | None) -> int | None:
         if value == 0:
             raise ValueError("0 would leave nothing of the prompt; -1 keeps as much as fits")
-        return value
+        return cls._check_size(value)
 
     @property
     def only_truncates(self) -> bool:

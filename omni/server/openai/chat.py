@@ -95,7 +95,7 @@ class Chat(TextResponse):
             )
         answer = self._answer("chat.completion", choices)
         if self._returns_ids:
-            answer.prompt_token_ids = output.prompt_token_ids
+            answer.prompt_token_ids = output.prompt_token_ids or UNSET  # embeddings have none
         answer.usage = usage_of([TokenCount(output)])
         return Response(as_json(answer), media_type="application/json")
 

@@ -87,7 +87,7 @@ class RequestFields(ApiModel):
         cache_salt: only requests with the same salt and the same API key share cached blocks.
     """
 
-    priority: int = 0
+    priority: int = Field(default=0, ge=-(2**63), lt=2**63)
     cache_salt: str | None = Field(default=None, min_length=1, max_length=256)
 
     @property
@@ -169,15 +169,17 @@ _NO_BEAMS = "there is no beam search; n samples several completions"
 NOT_SUPPORTED = {
     "skip_special_tokens": Unsupported(_NO_SPECIAL, (True,)),
     "spaces_between_special_tokens": Unsupported(_NO_SPECIAL, (True,)),
-    "include_stop_str_in_output": Unsupported("a text ends before its stop string", (False,)),
+    "include_stop_str_in_output": Unsupported(
+        "a text ends before its stop string; leave it out", (False,)
+    ),
     "use_beam_search": Unsupported(_NO_BEAMS, (False,)),
     "length_penalty": Unsupported(_NO_BEAMS, (1.0,)),
     "best_of": Unsupported(_NO_BEAMS, (1,)),
     "return_tokens_as_token_ids": Unsupported("use return_token_ids", (False,)),
     "bad_words": Unsupported("suppress_token_ids excludes tokens, structured_outputs texts"),
     "allowed_token_ids": Unsupported("use logit_bias, or structured_outputs with a choice"),
-    "prompt_logprobs": Unsupported("cached tokens of a prompt are not computed again"),
-    "mm_processor_kwargs": Unsupported("images and audio are processed as the checkpoint says"),
+    "prompt_logprobs": Unsupported("cached tokens of a prompt have none; leave it out"),
+    "mm_processor_kwargs": Unsupported("the checkpoint's processor decides; leave it out"),
     "chat_template": Unsupported("templates are programs; only the checkpoint's own is run"),
     "documents": Unsupported("put the documents into a message"),
 }
@@ -217,7 +219,7 @@ class TextRequest(SampledRequest):
         structured_outputs: the same in vLLM's format; ``guided_json``, ``guided_regex``,
             ``guided_choice`` and ``guided_grammar`` are vLLM's older names.
         return_token_ids: true to return the ids of the generated tokens and, unless streamed, of
-            the prompt's, as in vLLM.
+            the prompt's, under vLLM's names.
     """
 
     model: str
@@ -598,7 +600,7 @@ class CompletionRequest(TextRequest):
 
     without_effect: ClassVar = _IGNORED_HINTS
     not_supported: ClassVar = NOT_SUPPORTED | {
-        "suffix": Unsupported("completions only continue their prompt", ("",)),
+        "suffix": Unsupported("a completion only continues its prompt", ("",)),
         "add_special_tokens": Unsupported("give token ids as the prompt instead", (True,)),
     }
 

@@ -40,6 +40,7 @@ from omni.server.openai.realtime_events import (
     CreateResponse,
     EndAudio,
     InputTranscription,
+    Item,
     OneResponse,
     ResponseOptions,
     SessionKind,
@@ -130,8 +131,10 @@ class RealtimeSession:
         self._input = InputSound(sound.format, sound.turn_detection)
         self._speech_id = new_item_id()
         self._response: RealtimeResponse | None = None
+        self._responses_aside: list[RealtimeResponse] = []  # outside of the conversation
         self._transcriptions: set[asyncio.Task[None]] = set()
         self._numbers = count()  # numbers of requests
+        self._reads: list[str] = pipeline.describe()["modalities"]["input"]
 
     async def run(self) -> None:
         """Handle events until the client disconnects."""
@@ -152,8 +155,9 @@ class RealtimeSession:
         finally:
             for task in self._transcriptions:
                 task.cancel()
-            if self._response is not None:
-                await self._response.abort()
+            for response in (self._response, *self._responses_aside):
+                if response is not None:
+                    await response.abort()
             await asyncio.gather(*self._transcriptions, return_exceptions=True)
 
     async def _handle(self, text: str) -> None:
@@ -180,7 +184,7 @@ class RealtimeSession:
                 case Cancel() as event:
                     await self._cancel(event.response_id)
                 case CreateItem() as event:
-                    item = await ConversationItem.of(event.item, self._input.form)
+                    item = await ConversationItem.of(event.item, self._input.form, self._reads)
                     await self._add(item, event.previous_item_id)
                 case AboutItem(type="conversation.item.retrieve") as event:
                     item = self._conversation.find(event.item_id, "retrieve")
@@ -307,21 +311,43 @@ class RealtimeSession:
     async def _begin_answer(self, options: OneResponse) -> None:
         if self._kind != "realtime":
             raise ApiError.bad_request("a session of type 'transcription' answers nothing")
+        if options.conversation == "none":
+            await self._begin_answer_aside(options)
+            return
         if self._response is not None and not self._response.task.done():
             raise ApiError(
                 HTTPStatus.CONFLICT,
                 "a response is being given already; cancel it, or wait for its end",
                 code="conversation_already_has_active_response",
             )
-        conversation = self._conversation
-        if options.conversation == "none":
-            conversation = Conversation(self._limits.max_body_bytes)
-            items = self._conversation.items
-            if options.input is not None:
-                items = [await ConversationItem.of(x, self._input.form) for x in options.input]
-            for item in items:
-                conversation.add(item)
-        self._response = RealtimeResponse(
+        self._response = self._begin(self._conversation, options)
+
+    async def _begin_answer_aside(self, options: OneResponse) -> None:
+        """Begin a response to the conversation or to own items, which does not become part of it.
+
+        Several may run at once, beside the conversation's own response.
+        """
+        conversation = Conversation(self._limits.max_body_bytes)
+        items = self._conversation.items
+        if options.input is not None:
+            places = enumerate(options.input)
+            items = [await self._item_aside(x, f"response.input[{i}]") for i, x in places]
+        for item in items:
+            conversation.add(item)
+        running = [each for each in self._responses_aside if not each.task.done()]
+        self._responses_aside = [*running, self._begin(conversation, options)]
+
+    async def _item_aside(self, item: Item, place: str) -> ConversationItem:
+        if item.type == "item_reference":
+            return self._conversation.find(item.id or "", "create", f"{place}.id")
+        created = await ConversationItem.of(item, self._input.form, self._reads, place)
+        if "audio" not in self._reads and any(part.sound is not None for part in created.parts):
+            message = "this model does not hear, and only items of the conversation are transcribed"
+            raise ApiError.bad_field(place, message)
+        return created
+
+    def _begin(self, conversation: Conversation, options: OneResponse) -> RealtimeResponse:
+        response = RealtimeResponse(
             self._pipeline,
             self._client,
             conversation,
@@ -329,10 +355,14 @@ class RealtimeSession:
             next(self._numbers),
             self._send,
         )
-        self._response.begin(self._limits.request_timeout_s)
+        response.begin(self._limits.request_timeout_s)
+        return response
 
     async def _cancel(self, response_id: str | None) -> None:
         response = self._response
+        for each in self._responses_aside:
+            if each.id == response_id:
+                response = each
         if response is None or response.is_over:
             raise ApiError.bad_request(
                 "no response is being given", code="response_cancel_not_active"

@@ -6,7 +6,7 @@ import asyncio
 import json
 import uuid
 from base64 import b64encode
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -293,8 +293,20 @@ class ConversationItem:
     _whole_text: str | None = None
 
     @classmethod
-    async def of(cls, item: Item, form: AudioFormat) -> ConversationItem:
-        """Create an item from a client's, whose audio is in the session's format."""
+    async def of(
+        cls, item: Item, form: AudioFormat, reads: Collection[str], place: str = "item"
+    ) -> ConversationItem:
+        """Create an item from a client's, whose audio is in the session's format.
+
+        Args:
+            reads: the modalities that the model reads.
+            place: path of the item in the event, for errors.
+
+        Raises:
+            ApiError: its sound or image cannot be read, or the model reads no images.
+        """
+        if item.type == "item_reference":
+            raise ApiError.bad_field(f"{place}.type", "a reference stands for an existing item")
         if item.type != "message":
             call = item.model_dump(
                 include={"call_id", "name", "arguments", "output"}, exclude_none=True
@@ -302,12 +314,22 @@ class ConversationItem:
             return cls(id=item.id or new_item_id(), type=item.type, call=call)
         parts: list[Part] = []
         for index, part in enumerate(item.content or ()):
+            at = f"{place}.content[{index}]"
+            if part.image_url is not None:
+                if "image" not in reads:
+                    raise ApiError.bad_field(f"{at}.type", "this model reads no images")
+                await asyncio.to_thread(_check_image, part.image_url, f"{at}.image_url")
             if part.audio is None:
                 parts.append(Part(part.type, part.text or "", image_url=part.image_url))
                 continue
-            place = f"item.content[{index}].audio"
-            samples = samples_of(await decode_base64(part.audio, place), form)
-            parts.append(Part(part.type, sound=whole_sound(samples, form.rate, place)))
+            at += ".audio"
+            samples = samples_of(await decode_base64(part.audio, at), form)
+            sound = whole_sound(samples, form.rate, at)
+            if sound.seconds < _MIN_COMMIT_S:
+                least = f"at least {1000 * _MIN_COMMIT_S:.0f} ms"
+                message = f"must have {least} of sound, got {1000 * sound.seconds:.0f} ms"
+                raise ApiError.bad_field(at, message)
+            parts.append(Part(part.type, sound=sound))
         return cls(id=item.id or new_item_id(), role=item.role, parts=parts)
 
     @property
@@ -345,6 +367,16 @@ class ConversationItem:
         end = round(len(text) * seconds / whole_s)
         # A partly spoken word counts as not heard.
         part.text = text[: max(text.rfind(" ", 0, end + 1), 0)]
+
+
+def _check_image(url: str, param: str) -> None:
+    # Imported lazily: the server must respond before torch is imported.
+    from engine.media.image_file import open_image
+
+    try:
+        open_image(url)
+    except ValueError as error:
+        raise ApiError.bad_field(param, str(error)) from error
 
 
 class Conversation:

@@ -57,7 +57,7 @@ class TurnDetection(ApiModel):
     if ``create_response``; its start cancels the active one if ``interrupt_response``.
     """
 
-    not_supported: ClassVar = {"idle_timeout_ms": Unsupported("the server waits for the user")}
+    not_supported: ClassVar = {"idle_timeout_ms": Unsupported("send response.create instead")}
 
     type: Literal["server_vad", "semantic_vad", "none"] = "server_vad"
     threshold: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
@@ -141,7 +141,7 @@ class ResponseOptions(ApiModel):
     without_effect: ClassVar = frozenset(("tracing", "truncation"))
     not_supported: ClassVar = {
         "prompt": Unsupported("the server stores no prompts; send instructions"),
-        "include": Unsupported("transcripts have no log-probabilities"),
+        "include": Unsupported("transcripts have no log-probabilities; leave it out"),
     }
 
     instructions: str | None = None
@@ -213,7 +213,7 @@ class ItemPart(ApiModel):
     type: Literal["input_text", "input_audio", "input_image", "output_text", "text"]
     text: str | None = None
     audio: str | None = Field(default=None, min_length=1)
-    image_url: str | None = Field(default=None, pattern="^data:image/[a-z]+;base64,")
+    image_url: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -227,15 +227,21 @@ class ItemPart(ApiModel):
         wanted = {"input_audio": "audio", "input_image": "image_url"}.get(self.type, "text")
         names = ("text", "audio", "image_url")
         check_part(self, names, wanted, f"a part of type {self.type!r}")
+        if not (self.image_url or "data:").lower().startswith("data:"):
+            message = "must be a data URL, such as 'data:image/png;base64,...'"
+            raise PlacedError(("image_url",), f"{message}, got {self.image_url!r:.80}")
         return self
 
 
 class Item(ApiModel):
-    """A message of the conversation, a function call requested by the model, or its output."""
+    """A message of the conversation, a function call requested by the model, or its output.
+
+    An ``item_reference`` among the items of a response stands for one of the conversation.
+    """
 
     without_effect: ClassVar = frozenset(("object", "status"))
 
-    type: Literal["message", "function_call", "function_call_output"]
+    type: Literal["message", "function_call", "function_call_output", "item_reference"]
     id: str | None = Field(default=None, min_length=1, max_length=64)
     role: Literal["system", "user", "assistant"] | None = None
     content: Annotated[list[ItemPart], Field(min_length=1)] | None = None
@@ -250,7 +256,10 @@ class Item(ApiModel):
             "message": ("role", "content"),
             "function_call": ("call_id", "name", "arguments"),
             "function_call_output": ("call_id", "output"),
+            "item_reference": ("id",),
         }[self.type]
+        if self.id is None and "id" in wanted:
+            raise PlacedError(("id",), "missing; it must be given")
         for name in ("role", "content", "call_id", "name", "arguments", "output"):
             check_part(self, (name,), name if name in wanted else "", f"an item {self.type!r}")
         for index, part in enumerate(self.content or ()):
@@ -269,7 +278,7 @@ class OneResponse(ResponseOptions):
         input: items to respond to instead of those of the conversation.
     """
 
-    metadata: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
     conversation: Literal["auto", "none"] = "auto"
     input: list[Item] | None = None
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
@@ -244,7 +245,7 @@ class ResponsesRequest(SampledRequest):
         "background": Unsupported("a response is generated while its client waits", (False,)),
         "conversation": Unsupported("use previous_response_id"),
         "prompt": Unsupported("the server stores no prompts; send instructions and input"),
-        "truncation": Unsupported("input that does not fit is refused", ("disabled", "auto")),
+        "truncation": Unsupported("use 'auto' or 'disabled'", ("disabled", "auto")),
     }
 
     model: str
@@ -340,10 +341,14 @@ def _resolve_references(request: Request, body: ResponsesRequest) -> ResponsesRe
             place = f"input[{index}].id"
             request_id = item.id.partition("_")[2].rpartition("_")[0]  # as in _Writer._open_item
             state = request.state
-            response, _ = state.server.responses.find(state.client, f"resp_{request_id}", place)
-            found = next((each for each in response["output"] if each["id"] == item.id), None)
+            output: list[Any] = []
+            with suppress(ApiError):
+                response, _ = state.server.responses.find(state.client, f"resp_{request_id}")
+                output = response["output"]
+            found = next((each for each in output if each["id"] == item.id), None)
             if found is None:
-                raise ApiError.bad_field(place, f"no item is {item.id!r:.80}")
+                message = f"no item {item.id!r:.80} is kept; send the item itself"
+                raise ApiError.bad_field(place, message)
             items.append((CallItem if "call_id" in found else MessageItem).model_validate(found))
         else:
             items.append(item)

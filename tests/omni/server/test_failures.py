@@ -65,6 +65,8 @@ def ask(client: Any, prompt: str = "x", model: str = "gated", **more: Any) -> st
             "stop_token_ids holds 1000000",
         ),
         ({"stop": [""]}, "stop", "an empty stop string"),
+        ({"n": 10**23}, "n", "less than"),
+        ({"extra_body": {"priority": 10**23}}, "priority", "less than"),
         ({"max_completion_tokens": -2}, "max_completion_tokens", "greater than or equal to 0"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "give one of them"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs to be true"),

@@ -128,6 +128,41 @@ def test_a_response_outside_of_the_conversation_leaves_no_trace(
     assert talk.hear()["error"]["param"] == "item_id"
 
 
+def test_responses_aside_run_beside_an_answer():
+    with (
+        LiveServer([gated_pipeline("aside")]) as server,
+        connect(address(server, "aside")) as socket,
+    ):
+        stage = server.omni("aside").pipeline.stages["aside"]
+        assert isinstance(stage, GatedStage)
+        stage.says_chats = True
+        talk = Talk(socket)
+        talk.until("session.created")
+        talk.text("hello")
+        names = []
+        for wish in ({}, {"conversation": "none"}, {"conversation": "none"}):
+            talk.say("response.create", response=wish)
+            names.append(talk.until("response.created")[-1]["response"]["id"])
+        talk.say("response.cancel", response_id=names[1])
+        done = talk.until("response.done")[-1]["response"]
+        assert (done["id"], done["status"]) == (names[1], "cancelled")
+        GATES["aside"].open()
+        ended = [talk.until("response.done")[-1]["response"] for _ in range(2)]
+        assert {each["id"] for each in ended} == {names[0], names[2]}
+        assert {each["status"] for each in ended} == {"completed"}
+
+
+def test_an_image_is_refused_by_a_model_without_images(running: LiveServer):
+    url = f"data:image/png;base64,{b64encode(picture()).decode()}"
+    item = {"type": "message", "role": "user"}
+    parts = [{"type": "input_image", "image_url": url}]
+    with connect(address(running, "slow")) as socket:
+        talk = Talk(socket)
+        talk.until("session.created")
+        talk.say("conversation.item.create", item=item | {"content": parts})
+        assert talk.hear()["error"]["message"].endswith("this model reads no images")
+
+
 def test_an_image_is_seen(running: LiveServer, talk: Talk):
     url = f"data:image/png;base64,{b64encode(picture()).decode()}"
     parts = [{"type": "input_image", "image_url": url, "detail": "low"}]
@@ -272,7 +307,18 @@ MISTAKES = rows("""
 {"prompt": {"id": "x"}} | session.prompt | the server stores no prompts
 {"type": "response.create", "response": {"input": []}} | response.input | needs conversation to be
 {"type": "conversation.item.create", "item": {"type": "message", "role": "user", "content": \
-[{"type": "input_image", "image_url": "/etc/passwd"}]}} | item.content[0].image_url | should match
+[{"type": "input_image", "image_url": "/etc/passwd"}]}} | item.content[0].image_url | a data URL
+{"type": "conversation.item.create", "item": {"type": "message", "role": "user", "content": \
+[{"type": "input_image", "image_url": "data:image/png;base64,aGk="}]}} | item.content[0].image_url \
+| cannot be read
+{"type": "conversation.item.create", "item": {"type": "message", "role": "user", "content": \
+[{"type": "input_audio", "audio": "YWJjZA=="}]}} | item.content[0].audio | at least 100 ms
+{"type": "conversation.item.create", "item": {"type": "item_reference", "id": "a"}} | item.type | \
+stands for an existing item
+{"type": "response.create", "response": {"conversation": "none", "input": [{"type": \
+"item_reference", "id": "a"}]}} | response.input[0].id | there is no item 'a'
+{"type": "response.create", "response": {"max_output_tokens": 99999999999999999999}} | \
+response.max_output_tokens | less than
 {"output_modalities": []} | session.output_modalities | must not be empty
 {"stages": {"nope": {}}} | session.stages.nope | unknown stage
 {"stages": {"thinker": {"temperature": -1}}} | session.stages.thinker.temperature | greater than or

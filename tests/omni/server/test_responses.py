@@ -255,7 +255,7 @@ def test_items_of_stored_responses_are_referred_to_by_id(client: openai.OpenAI) 
     assert response.usage and expected.usage
     assert response.usage.input_tokens == expected.usage.input_tokens
     wrong: Any = [{"type": "item_reference", "id": f"{said.output[0].id}7"}]
-    with pytest.raises(openai.BadRequestError, match="no item is"):
+    with pytest.raises(openai.BadRequestError, match="is kept; send the item itself"):
         client.responses.create(input=wrong, **ASKED)
     with pytest.raises(openai.BadRequestError, match="is returned whole"):
         client.responses.retrieve(said.id, stream=True)
