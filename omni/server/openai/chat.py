@@ -81,7 +81,8 @@ class Chat(TextResponse):
             if calls:
                 message.content, message.tool_calls = words or None, calls
             # Without audio, the answer is text only, as in a stream; calls are not spoken.
-            if sound is not None and sound.duration_s and not index and not calls:
+            is_spoken = not index and self._parsers[index].is_spoken
+            if sound is not None and sound.duration_s and is_spoken:
                 message.audio = await self._audio_file(sound, words)
                 self._store_text(words)
             choices.append(
@@ -223,7 +224,7 @@ class Chat(TextResponse):
         # Hold audio back while the text may be a call, which is not spoken.
         if self._words or not self._body.offered_tools:
             held, self._held_sound = self._held_sound, []
-            for each in () if self._parsers[0].num_calls else held:
+            for each in held if self._parsers[0].is_spoken else ():
                 self._has_spoken = True
                 data, rate = each.encoded("pcm16"), each.sampling_rate
                 audio = ChatAudio(id=self._audio_id, data=data, sampling_rate=rate)

@@ -219,7 +219,7 @@ class RealtimeResponse:
             self._held_sound.append(sound)
         if self._message is not None or not self._plan.chat.offered_tools:
             held, self._held_sound = self._held_sound, []
-            for each in () if self._parser.num_calls else held:
+            for each in held if self._parser.is_spoken else ():
                 await self._send_samples(self._sound.feed(each))
 
     async def _send_words(self, words: str) -> None:

@@ -236,6 +236,11 @@ class ToolCallParser:
         self._has_begun = self._follows_call = False
         self.num_calls = 0
 
+    @property
+    def is_spoken(self) -> bool:
+        """True unless the text has a call, whole or (if required) cut by the token limit."""
+        return not (self.num_calls or self._is_required)
+
     def feed(self, text: str, *, is_last: bool) -> tuple[str, list[ToolCall]]:
         """Consume more text, and return the plain text and calls that are complete now."""
         if not self._names:

@@ -300,15 +300,17 @@ def test_a_pipeline_with_speech_speaks_words_but_not_calls(speaking: LiveServer)
     client = speaking.client()
     asked: Any = ASKED | {"model": "qwen3_omni_seeded", "tools": TOOLS, "temperature": 0.0}
     asked |= {"modalities": ["text", "audio"], "audio": {"format": "pcm16"}}
-    for choice, is_call in (("required", True), ("none", False), ("auto", False)):
-        asked |= {"max_tokens": 400 if is_call else 24, "parallel_tool_calls": False}
+    choices = (("required", 400, True), ("required", 8, False), ("none", 24, False))
+    for choice, max_tokens, is_call in (*choices, ("auto", 24, False)):
+        asked |= {"max_tokens": max_tokens, "parallel_tool_calls": False}
+        is_silent = choice == "required"  # also a call that is cut
         (whole,) = client.chat.completions.create(**asked, tool_choice=choice).choices
-        assert (whole.message.audio is None) is is_call
+        assert (whole.message.audio is None) is is_silent
         assert bool(whole.message.tool_calls) is is_call
         chunks = client.chat.completions.create(**asked, tool_choice=choice, stream=True)
         deltas = [each.choices[0].delta for each in chunks if each.choices]
         sounds = [sound for each in deltas if (sound := getattr(each, "audio", None))]
-        assert bool([each for each in sounds if each.data]) is not is_call
+        assert bool([each for each in sounds if each.data]) is not is_silent
         if whole.message.audio is not None:
             written = "".join(each.transcript or "" for each in sounds)
             assert written == whole.message.audio.transcript
