@@ -311,8 +311,8 @@ class Completions(TextResponse):
                 for number, part in parts_of(delta):
                     at = update.index * self._n + number
                     ends = part.finish_reason is not None and at not in over
-                    has_more = (part.logprobs and self._logprobs) or self._returns_ids
-                    if part.text or ends or has_more:
+                    has_ids = self._returns_ids and part.token_ids
+                    if part.text or ends or has_ids or (part.logprobs and self._logprobs):
                         each = self._options.continuous_usage_stats
                         usage = count.usage_of(number) if each else None
                         yield self._event_of([self._choice(at, part)], usage)

@@ -499,7 +499,7 @@ class ChatRequest(TextRequest):
         modalities: modalities of the answer, which always include text.
     """
 
-    # The last three are hints, which a model may ignore.
+    # The last four are hints, which a model may ignore.
     without_effect: ClassVar = frozenset(
         ("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
          "prediction", "verbosity", "prompt_cache_retention", "include_reasoning")

@@ -67,6 +67,9 @@ from omni.server.serving.request_body import decode_base64, in_thread_if_large
 _logger = package_logger(__name__)
 _OLDER_API = "realtime=v1"
 
+_MAX_ASIDE = 4
+"""Maximum responses outside of a conversation at once: each may hold items of its own."""
+
 _DISCONNECTED = (WebSocketDisconnect, OSError, RuntimeError)
 """Errors of sending to a client that has disconnected, or was disconnected."""
 
@@ -327,6 +330,10 @@ class RealtimeSession:
 
         Several may run at once, beside the conversation's own response.
         """
+        running = [each for each in self._responses_aside if not each.task.done()]
+        if len(running) >= _MAX_ASIDE:
+            message = f"{_MAX_ASIDE} responses run aside, the maximum; wait for the end of one"
+            raise ApiError(HTTPStatus.TOO_MANY_REQUESTS, message, code="too_many_responses")
         conversation = Conversation(self._limits.max_body_bytes)
         items = self._conversation.items
         if options.input is not None:
@@ -334,7 +341,6 @@ class RealtimeSession:
             items = [await self._item_aside(x, f"response.input[{i}]") for i, x in places]
         for item in items:
             conversation.add(item)
-        running = [each for each in self._responses_aside if not each.task.done()]
         self._responses_aside = [*running, self._begin(conversation, options)]
 
     async def _item_aside(self, item: Item, place: str) -> ConversationItem:

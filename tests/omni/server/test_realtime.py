@@ -146,9 +146,14 @@ def test_responses_aside_run_beside_an_answer():
         talk.say("response.cancel", response_id=names[1])
         done = talk.until("response.done")[-1]["response"]
         assert (done["id"], done["status"]) == (names[1], "cancelled")
+        for number in range(4):
+            talk.say("response.create", response={"conversation": "none"})
+            kind = "error" if number == 3 else "response.created"
+            names.append(talk.until(kind, is_ok=False)[-1])
+        assert names.pop()["error"]["code"] == "too_many_responses"
         GATES["aside"].open()
-        ended = [talk.until("response.done")[-1]["response"] for _ in range(2)]
-        assert {each["id"] for each in ended} == {names[0], names[2]}
+        ended = [talk.until("response.done")[-1]["response"] for _ in range(5)]
+        assert {names[0], names[2]} < {each["id"] for each in ended}
         assert {each["status"] for each in ended} == {"completed"}
 
 
