@@ -44,7 +44,7 @@ def engine(seeded: Callable[[str], str]) -> Iterator[LLMEngine]:
     ("params", "message"),
     [
         (dict(n=4), "n is 4, but at most 3 completions"),
-        (dict(n=10**30), "raise engine.limits.max_completions"),
+        (dict(n=10**15), "raise engine.limits.max_completions"),
         (dict(logprobs=5), "logprobs is 5, but at most 4 tokens .* engine.limits.max_logprobs"),
         (dict(stop=["a", "b", "c"]), "stop has 3 strings, .* engine.limits.max_stop_strings"),
         (dict(stop=["x" * 1025]), "have 1025 characters, .* engine.limits.max_stop_chars"),
