@@ -18,7 +18,7 @@ _MAX_CHARS = 65_536
 """Maximum characters of a form: reading 10 times as many takes seconds."""
 _MAX_GBNF_CHARS = 2**12
 """Maximum characters of GBNF, whose translation takes time quadratic in its length."""
-MAX_OPTIONAL_PROPERTIES = 480
+_MAX_OPTIONAL_PROPERTIES = 480
 """Maximum optional properties of one object of a schema: llguidance takes a few more."""
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*[\w-]+[ \t]*::=")
 
@@ -88,12 +88,12 @@ class StructuredOutput(Settings):
             )
         if self.json_schema is not None:
             with suppress(json.JSONDecodeError, RecursionError):  # llguidance reports these
-                number = most_optional_properties(json.loads(self.json_schema))
-                if number > MAX_OPTIONAL_PROPERTIES:
+                number = _most_optional_properties(json.loads(self.json_schema))
+                if number > _MAX_OPTIONAL_PROPERTIES:
                     raise PlacedError(
                         (name,),
                         f"an object has {number} optional properties; at most "
-                        f"{MAX_OPTIONAL_PROPERTIES} are taken",
+                        f"{_MAX_OPTIONAL_PROPERTIES} are taken",
                     )
         from llguidance import LLMatcher  # imported only if a form is requested
 
@@ -143,17 +143,17 @@ def without_unknown_formats(schema: Any) -> Any:
     }
 
 
-def most_optional_properties(schema: Any) -> int:
+def _most_optional_properties(schema: Any) -> int:
     """Return the number of optional properties of the object of a schema that has most."""
     if isinstance(schema, list):
-        return max(map(most_optional_properties, schema), default=0)
+        return max(map(_most_optional_properties, schema), default=0)
     if not isinstance(schema, dict):
         return 0
     properties, required = schema.get("properties"), schema.get("required")
     own = set(properties) if isinstance(properties, dict) else set[str]()
     if isinstance(required, list):
         own -= {name for name in required if isinstance(name, str)}
-    return max(len(own), *map(most_optional_properties, schema.values()), 0)
+    return max(len(own), *map(_most_optional_properties, schema.values()), 0)
 
 
 _VALUE_KEYS = frozenset(("const", "enum", "default", "examples"))

@@ -11,7 +11,7 @@ import re
 import time
 from codecs import getincrementaldecoder
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from msgspec import UNSET, Struct, UnsetType
@@ -332,15 +332,12 @@ class TextResponse(PipelineResponse):
     id_prefix: ClassVar[str]
     chunk_kind: ClassVar[str]
     """The ``object`` field of a stream's chunks."""
-    param_names: ClassVar[Mapping[str, str]] = {}
-    """Client-facing names of the body's fields that differ from them."""
 
     def __init__(self, request: Request, body: ChatRequest | CompletionRequest) -> None:
         super().__init__(request, body.model, is_streamed=body.stream)
         self.server.check_room(self.client, body.model)  # before decoding and fetching files
         stage = self._stage = text_stage(self.stages)
         fields, names = body.stage_fields()
-        names = {key: self.param_names.get(name, name) for key, name in names.items()}
         self._sampling = merge_sampling(self.stages, stage, fields, body.stages, names)
         params = self._sampling.get(stage, self.stages.stages[stage].sampling)
         self._n = params.n if params is not None else 1  # completions per prompt

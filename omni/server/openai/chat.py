@@ -26,6 +26,7 @@ from omni.server.openai.answers import (
 from omni.server.openai.chat_request import (
     ChatRequest,
     CompletionRequest,
+    ContentPart,
     prompts_of,
     template_values,
 )
@@ -156,22 +157,25 @@ class Chat(TextResponse):
                 continue
             parts: list[dict[str, str | None]] = []
             for index, part in enumerate(message.content):
-                place = f"messages[{number}].content[{index}]"
+                place = self._place_of(number, index, part)
                 if part.file_url is not None:
-                    place += f".{part.type}.url"
                     kind = part.type.removesuffix("_url")
                     file = await fetch_file(part.file_url, place, self.server.fetcher, room)
                     room -= len(file)
                     shown[kind].append(file)
                     parts.append({"type": kind})
                 elif part.input_audio is not None:
-                    place += ".input_audio.data"
                     shown["audio"].append(await decode_base64(part.input_audio.data, place))
                     parts.append({"type": "audio"})
                 else:
                     parts.append({"type": "text", "text": part.text})
             said.append(message.for_template(parts))
         return said, shown
+
+    def _place_of(self, number: int, index: int, part: ContentPart) -> str:
+        """Return the path of a part's file in the request."""
+        field = "data" if part.type == "input_audio" else "url"
+        return f"messages[{number}].content[{index}].{part.type}.{field}"
 
     def _store_text(self, words: str) -> None:
         """Store the text of the spoken answer, so that later requests can refer to its audio id."""

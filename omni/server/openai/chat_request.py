@@ -286,7 +286,6 @@ def merge_sampling(
     fields: Mapping[str, Any],
     others: Mapping[str, Mapping[str, Any]],
     names: Mapping[str, str],
-    others_at: str = "stages",
 ) -> dict[str, SamplingParams]:
     """Override the stages' own parameters with a client's fields.
 
@@ -298,9 +297,9 @@ def merge_sampling(
     for name in {stage: None, **dict.fromkeys(others)}:
         if name not in pipeline.stages:
             message = f"unknown stage{suggest(name, pipeline.stages)}"
-            raise ApiError.bad_field(f"{others_at}.{name}", message)
+            raise ApiError.bad_field(f"stages.{name}", message)
         params = {key: names.get(key, key) for key in fields} if name == stage else {}
-        params |= {key: f"{others_at}.{name}.{key}" for key in others.get(name, {})}
+        params |= {key: f"stages.{name}.{key}" for key in others.get(name, {})}
         params_of_stages[name] = params
         given = {**(fields if name == stage else {}), **others.get(name, {})}
         own = pipeline.stages[name].sampling
@@ -538,6 +537,10 @@ class ChatRequest(TextRequest):
             )
         if self.top_logprobs and not self.logprobs:
             raise PlacedError(("top_logprobs",), "needs logprobs to be true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise PlacedError(
+                ("continue_final_message",), "needs add_generation_prompt to be false"
+            )
         if (self.audio is not None) != ("audio" in self.modalities):
             raise PlacedError(("audio",), 'goes together with "audio" among the modalities')
         if self.stream and self.audio is not None and self.audio.format != "pcm16":

@@ -209,6 +209,7 @@ class ItemPart(ApiModel):
     """A part of an item: text, audio in base64 in the session's format, or an image."""
 
     without_effect: ClassVar = frozenset(("transcript", "detail"))
+    not_supported: ClassVar = {"file_id": Unsupported("the server stores no files; send a URL")}
 
     type: Literal["input_text", "input_audio", "input_image", "output_text", "text"]
     text: str | None = None

@@ -23,6 +23,7 @@ from omni.server.openai.realtime_conversation import (
     telephone_code,
 )
 from omni.server.openai.realtime_events import AudioFormat, OneResponse, ResponseOptions
+from omni.server.openai.responses import newer_name
 from omni.server.openai.speech import SpokenPieces, check_voice, speaking_stage
 from omni.server.openai.tools import ToolCall
 from omni.server.serving.api_error import ApiError
@@ -362,13 +363,14 @@ def plan_response(pipeline: Pipeline, options: ResponseOptions, place: str) -> R
         check_voice(pipeline, output.voice, f"{place}.audio.output.voice")
     voice = speaking_stage(pipeline, f"{place}.output_modalities") if is_spoken else None
     chat = options.as_chat()
-    fields, _ = chat.stage_fields()
-    if pipeline.stages[writer].sampling is not None:
-        fields["n"] = 1  # overrides the stage's own value
-    names = {"max_tokens": f"{place}.max_output_tokens", "structured_output": f"{place}.tools"}
-    names["temperature"] = f"{place}.temperature"
-    others = options.stages or {}
-    sampling = merge_sampling(pipeline, writer, fields, others, names, f"{place}.stages")
+    try:
+        fields, names = chat.stage_fields()
+        if pipeline.stages[writer].sampling is not None:
+            fields["n"] = 1  # overrides the stage's own value
+        sampling = merge_sampling(pipeline, writer, fields, options.stages or {}, names)
+    except ApiError as error:
+        param = error.param and f"{place}.{newer_name(error.param)}"
+        raise error.renamed(param) from error.__cause__
     if writer in sampling and sampling[writer].n != 1:
         at = f"{place}.stages.{writer}.n"
         raise ApiError.bad_field(at, "a conversation goes on in one way only")

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 
 from engine.interface.outputs import OutputDelta
 from engine.interface.placed_error import PlacedError
+from engine.interface.settings import explain_validation_error
 from omni.server.openai.answers import Usage, usage_of
 from omni.server.openai.chat import Chat
 from omni.server.openai.chat_request import (
@@ -31,7 +32,16 @@ from omni.server.openai.chat_request import (
     StructuredOutputs,
     refusal_as_text,
 )
-from omni.server.openai.tools import FunctionName, FunctionParts, ToolCall, add_call
+from omni.server.openai.chat_request import (
+    ContentPart as ChatPart,
+)
+from omni.server.openai.tools import (
+    FunctionName,
+    FunctionParts,
+    JsonObject,
+    ToolCall,
+    add_call,
+)
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.request_body import ApiModel, Unsupported
 
@@ -98,7 +108,7 @@ class CallItem(_Item):
     type: Literal["function_call"]
     call_id: str
     name: str
-    arguments: str
+    arguments: JsonObject
 
 
 class CallOutputItem(_Item):
@@ -228,6 +238,17 @@ class ReasoningOptions(ApiModel):
 
 
 _LOGPROBS = "message.output_text.logprobs"
+Included: TypeAlias = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "code_interpreter_call.outputs",
+]
+"""Additions to a response. Only log-probabilities exist here; there are no tools of a server."""
 
 
 class ResponsesRequest(SampledRequest):
@@ -259,7 +280,7 @@ class ResponsesRequest(SampledRequest):
     stream: bool = False
     max_output_tokens: int | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
-    include: list[str] = Field(default_factory=list)
+    include: list[Included] = Field(default_factory=list)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     structured_outputs: StructuredOutputs | None = None
@@ -322,13 +343,27 @@ class ResponsesRequest(SampledRequest):
         try:
             return ChatRequest.model_validate(asked, strict=True)
         except ValidationError as error:
-            finding = error.errors(include_url=False)[0]
-            raise ApiError.bad_request(f"input: {finding['msg']}", param="input") from error
+            reason = explain_validation_error(error, ChatRequest, asked).split("\n")[0]
+            raise ApiError.bad_field("input", reason) from error
 
 
 _CHAT_FIELDS = {"model", "stream", "parallel_tool_calls", "chat_template_kwargs",
                 "structured_outputs", *SampledRequest.model_fields}  # fmt: skip
 """Fields that a chat request has under the same names."""
+
+
+_NEWER_NAMES = {
+    "max_completion_tokens": "max_output_tokens",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+
+
+def newer_name(param: str) -> str:
+    """Return the path of a chat request's field under its name in the newer APIs."""
+    name, dot, rest = param.partition(".")
+    path = f"{_NEWER_NAMES.get(name, name)}{dot}{rest}"
+    return path.replace(".function.", ".").replace(".allowed_tools.", ".")
 
 
 def _resolve_references(request: Request, body: ResponsesRequest) -> ResponsesRequest:
@@ -359,11 +394,6 @@ class Responses(Chat):
     """The response to a :class:`ResponsesRequest`."""
 
     prompt_param = "input"
-    param_names: ClassVar = {
-        "max_completion_tokens": "max_output_tokens",
-        "max_tokens": "max_output_tokens",
-        "response_format": "text.format",
-    }
 
     def __init__(self, request: Request, body: ResponsesRequest) -> None:
         body = _resolve_references(request, body)
@@ -372,7 +402,10 @@ class Responses(Chat):
             _, earlier = request.state.server.responses.find(
                 request.state.client, body.previous_response_id, "previous_response_id"
             )
-        super().__init__(request, body.chat(earlier))
+        try:
+            super().__init__(request, body.chat(earlier))
+        except ApiError as error:
+            raise error.renamed(error.param and newer_name(error.param)) from error.__cause__
         if self._n != 1:
             raise ApiError.bad_request("a response is one completion; set n of the stage to 1")
         self._request = body
@@ -407,6 +440,20 @@ class Responses(Chat):
         self._store()
         yield writer.take()
 
+    def _place_of(self, number: int, index: int, part: ChatPart) -> str:
+        """Return the path of an image in the request."""
+        own = self._body.messages[-len(self._request.messages()) :]
+        before = len(self._body.messages) - len(own)
+        if number < before:
+            return "previous_response_id"
+        with_content = sum(each.content is not None for each in own[: number - before])
+        places = [
+            f"input[{at}].{'output' if isinstance(item, CallOutputItem) else 'content'}"
+            for at, item in enumerate(self._request.input)
+            if isinstance(item, MessageItem | CallOutputItem)
+        ]
+        return f"{places[with_content]}[{index}].image_url"
+
     def _logprobs_of(self, delta: OutputDelta) -> list[Any]:
         if self._logprobs is None:
             return []
@@ -440,7 +487,8 @@ class _Writer:
             mode="json",
             by_alias=True,
             include={"instructions", "max_output_tokens", "temperature", "top_p", "reasoning",
-                     "metadata", "parallel_tool_calls", "previous_response_id", "store", "text"},
+                     "metadata", "parallel_tool_calls", "previous_response_id", "store", "text",
+                     "top_logprobs"},
         )  # fmt: skip
         choice = body.tool_choice or "auto"
         self.response: dict[str, Any] = given | {

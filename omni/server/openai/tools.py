@@ -27,8 +27,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag
 
 from engine.interface.structured_output import (
     JSON_STYLE,
-    MAX_OPTIONAL_PROPERTIES,
-    most_optional_properties,
+    StructuredOutput,
     without_unknown_formats,
 )
 from omni.pipelines.pipeline_config import ToolFormat
@@ -193,13 +192,13 @@ def call_grammar(tools: Sequence[FunctionTool], *, several: bool) -> str:
         function = tool.function
         begin = f'{{"name": {json.dumps(function.name)}, "arguments": '
         schema = function.parameters or {"type": "object", "additionalProperties": False}
-        number = most_optional_properties(schema)
-        if number > MAX_OPTIONAL_PROPERTIES:
+        try:
+            StructuredOutput(json_schema=json.dumps(schema))
+        except ValueError as error:
+            reason = str(error).partition("json_schema: ")[2]
             raise ApiError.bad_field(
-                "tools",
-                f"an object in {function.name!r} has {number} optional properties; at most "
-                f"{MAX_OPTIONAL_PROPERTIES} are taken if a call is required",
-            )
+                "tools", f"the parameters of {function.name!r}: {reason}"
+            ) from error
         styled = json.dumps({"x-guidance": JSON_STYLE} | without_unknown_formats(schema))
         lines += [f'{call}: {json.dumps(begin)} {call}_args "}}"', f"{call}_args: %json {styled}"]
     return "\n".join(lines)

@@ -74,6 +74,14 @@ class ApiError(Exception):
         """Create an error without the cause, which may be confidential and is only logged."""
         return cls(HTTPStatus.INTERNAL_SERVER_ERROR, "the server made a mistake; see its log")
 
+    def renamed(self, param: str | None) -> ApiError:
+        """Return this error with the path of the field in the format of the client."""
+        if param is not None and self.param is not None:
+            if self.message.startswith(self.param):
+                self.message = param + self.message.removeprefix(self.param)
+            self.param = param
+        return self
+
     @property
     def kind(self) -> str:
         """The ``type`` of the error in OpenAI's terms."""

@@ -84,8 +84,8 @@ def ask(client: Any, prompt: str = "x", model: str = "gated", **more: Any) -> st
         ),
         (
             {"extra_body": {"continue_final_message": True, "add_generation_prompt": True}},
-            "messages",
-            "continue_final_message needs add_generation_prompt to be false",
+            "continue_final_message",
+            "needs add_generation_prompt to be false",
         ),
         ({"messages": []}, "messages", "must not be empty"),
         ({"messages": [{"role": "user"}]}, "messages[0].content", "missing"),

@@ -324,6 +324,11 @@ stands for an existing item
 "item_reference", "id": "a"}]}} | response.input[0].id | there is no item 'a'
 {"type": "response.create", "response": {"max_output_tokens": 99999999999999999999}} | \
 response.max_output_tokens | less than
+{"tool_choice": "required"} | session.tool_choice | needs tools to choose from
+{"type": "response.create", "response": {"tool_choice": {"type": "function", "name": "b"}}} | \
+response.tool_choice.name | 'b' is none of the tools
+{"type": "conversation.item.create", "item": {"type": "message", "role": "user", "content": \
+[{"type": "input_image", "file_id": "file-1"}]}} | item.content[0].file_id | stores no files
 {"output_modalities": []} | session.output_modalities | must not be empty
 {"stages": {"nope": {}}} | session.stages.nope | unknown stage
 {"stages": {"thinker": {"temperature": -1}}} | session.stages.thinker.temperature | greater than or

@@ -34,6 +34,13 @@ ADD: Any = {
 }
 
 
+TEXT: Any = {"type": "input_text", "text": "Look."}
+BROKEN: Any = {"type": "input_image", "image_url": "data:image/png;base64,%"}
+CALL: Any = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"}
+OUTPUT: Any = {"type": "function_call_output", "call_id": "c1", "output": "3"}
+CALLED: Any = [{"role": "assistant", "content": "I add."}, CALL, {"type": "reasoning"}, OUTPUT]
+
+
 class Day(BaseModel):
     """A form of text."""
 
@@ -195,6 +202,7 @@ def test_the_options_of_a_request_are_returned(client: openai.OpenAI) -> None:
     )
     assert response.text.format.to_dict().items() >= form.items()
     assert [tool.to_dict()["strict"] for tool in response.tools] == [True]
+    assert client.responses.create(input=QUESTION, top_logprobs=2, **ASKED).top_logprobs == 2
 
 
 def test_sampling_fields_and_metadata_are_accepted(client: openai.OpenAI) -> None:
@@ -279,7 +287,7 @@ def test_items_of_stored_responses_are_referred_to_by_id(client: openai.OpenAI) 
         ),
         (
             {"input": [{"type": "function_call", "call_id": "1", "name": "add", "arguments": "["}]},
-            "input",
+            "input[0].arguments",
             "should be a JSON object in a string",
         ),
         (
@@ -289,6 +297,28 @@ def test_items_of_stored_responses_are_referred_to_by_id(client: openai.OpenAI) 
         ),
         ({"input": "x " * 4_000}, "input", "writer"),
         ({"instrctions": "x"}, "instrctions", "did you mean 'instructions'?"),
+        ({"include": ["garbage"]}, "include[0]", "should be"),
+        ({"tools": [ADD, ADD]}, "tools[1].name", "'add' is there twice"),
+        (
+            {"tools": [ADD], "tool_choice": {"type": "function", "name": "b"}},
+            "tool_choice.name",
+            "'b' is none of the tools",
+        ),
+        (
+            {"tools": [ADD | {"parameters": {"type": "x"}}], "tool_choice": "required"},
+            "tools",
+            "tools: the parameters of 'add': cannot be read: Invalid type: x",
+        ),
+        (
+            {"input": [*CALLED, {"role": "user", "content": [TEXT, BROKEN]}], "instructions": "a"},
+            "input[4].content[1].image_url",
+            "input[4].content[1].image_url: not valid base64",
+        ),
+        (
+            {"input": [*CALLED[:2], OUTPUT | {"output": [BROKEN]}]},
+            "input[2].output[0].image_url",
+            "not valid base64",
+        ),
     ],
 )
 def test_a_mistake_is_reported_with_its_field(
