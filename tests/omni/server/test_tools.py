@@ -257,7 +257,7 @@ def test_wrong_tools_are_reported_with_their_field(
 
 
 def test_ten_thousand_properties_are_refused(client: openai.OpenAI) -> None:
-    properties = {f"p{number}": {} for number in range(10_000)}
+    properties: dict[str, Any] = {f"p{number}": {} for number in range(10_000)}
     big: dict[str, Any] = {
         "name": "big",
         "parameters": {"type": "object", "properties": properties},
