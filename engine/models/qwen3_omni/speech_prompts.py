@@ -123,8 +123,9 @@ class Qwen3SpeechPrompts(SpeechPromptProcessor):
         opening = torch.arange(int(replies[-1]), len(ids))
         if len(opening) != _NUM_OPENING:
             raise ValueError(
-                f"the reply must begin {_NUM_OPENING} tokens behind the assistant's sign, as the "
-                f"chat template has it; here it is {len(opening)}"
+                "only a reply from its beginning is spoken: the prompt must end with the opening "
+                f"of an assistant's turn ({_NUM_OPENING} tokens), but ends with {len(opening)} "
+                "tokens of one; leave out continue_final_message and add_generation_prompt"
             )
         return is_user.nonzero().flatten(), opening
 

@@ -187,7 +187,7 @@ class RealtimeSession:
                 case Cancel() as event:
                     await self._cancel(event.response_id)
                 case CreateItem() as event:
-                    item = await ConversationItem.of(event.item, self._input.form, self._reads)
+                    item = await ConversationItem.of(event.item, self._input.form, self._pipeline)
                     await self._add(item, event.previous_item_id)
                 case AboutItem(type="conversation.item.retrieve") as event:
                     item = self._conversation.find(event.item_id, "retrieve")
@@ -346,7 +346,7 @@ class RealtimeSession:
     async def _item_aside(self, item: Item, place: str) -> ConversationItem:
         if item.type == "item_reference":
             return self._conversation.find(item.id or "", "create", f"{place}.id")
-        created = await ConversationItem.of(item, self._input.form, self._reads, place)
+        created = await ConversationItem.of(item, self._input.form, self._pipeline, place)
         if "audio" not in self._reads and any(part.sound is not None for part in created.parts):
             message = "this model does not hear, and only items of the conversation are transcribed"
             raise ApiError.bad_field(place, message)

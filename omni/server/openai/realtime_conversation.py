@@ -6,7 +6,7 @@ import asyncio
 import json
 import uuid
 from base64 import b64encode
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from omni.server.openai.realtime_events import AudioFormat, Item, TurnDetection
 from omni.server.openai.tools import add_call
 from omni.server.serving.api_error import ApiError
+from omni.server.serving.pipeline_server import ServedPipeline
 from omni.server.serving.request_body import decode_base64
 
 if TYPE_CHECKING:
@@ -294,12 +295,12 @@ class ConversationItem:
 
     @classmethod
     async def of(
-        cls, item: Item, form: AudioFormat, reads: Collection[str], place: str = "item"
+        cls, item: Item, form: AudioFormat, pipeline: ServedPipeline, place: str = "item"
     ) -> ConversationItem:
         """Create an item from a client's, whose audio is in the session's format.
 
         Args:
-            reads: the modalities that the model reads.
+            pipeline: the one that will read the item.
             place: path of the item in the event, for errors.
 
         Raises:
@@ -313,12 +314,14 @@ class ConversationItem:
             )
             return cls(id=item.id or new_item_id(), type=item.type, call=call)
         parts: list[Part] = []
+        reads = pipeline.describe()["modalities"]["input"]
         for index, part in enumerate(item.content or ()):
             at = f"{place}.content[{index}]"
             if part.image_url is not None:
                 if "image" not in reads:
                     raise ApiError.bad_field(f"{at}.type", "this model reads no images")
-                await asyncio.to_thread(_check_image, part.image_url, f"{at}.image_url")
+                at_url = f"{at}.image_url"
+                await asyncio.to_thread(_check_image, part.image_url, at_url, pipeline)
             if part.audio is None:
                 parts.append(Part(part.type, part.text or "", image_url=part.image_url))
                 continue
@@ -369,12 +372,14 @@ class ConversationItem:
         part.text = text[: max(text.rfind(" ", 0, end + 1), 0)]
 
 
-def _check_image(url: str, param: str) -> None:
+def _check_image(url: str, param: str, pipeline: ServedPipeline) -> None:
     # Imported lazily: the server must respond before torch is imported.
     from engine.media.image_file import open_image
 
+    engines = (getattr(stage, "engine", None) for stage in pipeline.config.stages.values())
+    limits = [getattr(each, "media_limits", None) for each in engines]
     try:
-        open_image(url)
+        open_image(url, next(filter(None, limits), None))
     except ValueError as error:
         raise ApiError.bad_field(param, str(error)) from error
 

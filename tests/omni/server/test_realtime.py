@@ -9,16 +9,19 @@ import socket
 import struct
 from base64 import b64decode, b64encode
 from collections.abc import Iterator
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 import pytest
 import soxr
+from PIL import Image
 from starlette.websockets import WebSocketDisconnect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
 from omni import AudioPrompt, ChatPrompt, OmniRequest
+from omni.pipelines.pipeline_config import PipelineConfig
 from omni.server.openai.realtime import RealtimeSession
 from omni.server.openai.realtime_events import ResponseOptions
 from omni.server.openai.realtime_response import merge_options
@@ -35,7 +38,9 @@ SHORT = {"thinker": {"max_tokens": 10}, "talker": {"max_tokens": 24}}
 
 @pytest.fixture(scope="module")
 def running(checkpoint_cache: object) -> Iterator[LiveServer]:
-    pipelines = ["omni_speech", gated_pipeline("slow", steps=3)]
+    small = {"stages.thinker.engine.media_limits.max_image_pixels": 2000}
+    speech = PipelineConfig.load("omni_speech", overrides=small)
+    pipelines = [speech, gated_pipeline("slow", steps=3)]
     with LiveServer(pipelines, max_running_requests=8) as server:
         yield server
 
@@ -166,6 +171,18 @@ def test_an_image_is_refused_by_a_model_without_images(running: LiveServer):
         talk.until("session.created")
         talk.say("conversation.item.create", item=item | {"content": parts})
         assert talk.hear()["error"]["message"].endswith("this model reads no images")
+
+
+def test_an_image_beyond_the_limit_is_refused_when_it_is_sent(talk: Talk):
+    file = BytesIO()
+    Image.new("RGB", (50, 41)).save(file, "PNG")
+    url = f"data:image/png;base64,{b64encode(file.getvalue()).decode()}"
+    parts = [{"type": "input_image", "image_url": url}]
+    item = {"type": "message", "role": "user", "content": parts}
+    talk.say("conversation.item.create", item=item)
+    error = talk.hear()["error"]
+    assert error["param"] == "item.content[0].image_url"
+    assert "max_image_pixels" in error["message"]
 
 
 def test_an_image_is_seen(running: LiveServer, talk: Talk):
