@@ -1,23 +1,11 @@
-"""Python bindings of the C kernels: checks here, arithmetic in ``kernels.c``.
-
-They are compiled with the system's compiler, once per machine, source and compiler: an entry of the
-cache in ``$OMNI_CACHE_DIR/native`` or ``~/.cache/omni-pipeline/native``, under a hash of everything
-that it depends on; see :class:`~engine.files.disk_cache.DiskCache`. A damaged library is never
-loaded: it would kill the process by a signal.
-"""
+"""Python bindings of the C kernels: checks here, arithmetic in ``kernels.c``."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
 from collections.abc import Sequence
 from ctypes import c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,86 +15,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.files.disk_cache import CacheFolderError, DiskCache, cache_root
+from engine.native.build import NativeBuildError
 from prefix_cache import LayerKVCache
-
-SOURCES = tuple(sorted(Path(__file__).parent.glob("*.[ch]")))
-# Not -ffast-math: linking with it makes the whole process flush denormals to zero.
-_FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
-_LIBRARY = "kernels.so"
-# Compilation takes seconds, and many times as long on a busy machine.
-_TIMEOUT_S = 1200
-
-
-class NativeBuildError(RuntimeError):
-    """Error if the kernels cannot be built or loaded; the message gives the reason."""
-
-
-def find_compiler() -> str:
-    """Return ``$CC``, or the first of gcc, cc and clang; ``NativeBuildError`` if there is none."""
-    configured = os.environ.get("CC")
-    for name in (configured,) if configured else ("gcc", "cc", "clang"):
-        path = shutil.which(name)
-        if path is not None:
-            return path
-    raise NativeBuildError(
-        f"$CC is {configured!r}, which is no program"
-        if configured
-        else "there is no C compiler (gcc, cc, clang)"
-    )
-
-
-def compile_kernels() -> Path:
-    """Return the path of the shared library, built if it is missing or damaged.
-
-    Raises:
-        NativeBuildError: there is no compiler, it failed (the message includes its output), or the
-            cache cannot be used.
-    """
-    compiler = find_compiler()
-    source = b"".join(path.read_bytes() for path in SOURCES)
-    # -march=native depends on the machine, and home folders are shared between machines.
-    parts = (source, " ".join(_FLAGS), _run([compiler, "--version"]), _cpu_features())
-    digest = hashlib.sha256()
-    for part in parts:
-        data = part if isinstance(part, bytes) else part.encode()
-        digest.update(len(data).to_bytes(8, "little") + data)
-    try:
-        cache = DiskCache(cache_root() / "native")
-        return cache.entry(digest.hexdigest(), partial(_build, compiler)) / _LIBRARY
-    except CacheFolderError as error:
-        raise NativeBuildError(str(error)) from error
-
-
-def _build(compiler: str, folder: Path) -> None:
-    sources = [str(source) for source in SOURCES if source.suffix == ".c"]
-    headers = f"-I{Path(__file__).parent}"
-    _run(
-        [compiler, *_FLAGS, headers, "-pthread", "-shared", *sources, "-o", str(folder / _LIBRARY)]
-    )
-
-
-def _run(command: Sequence[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NativeBuildError(f"{command[0]} did not run: {error}") from error
-    if done.returncode:
-        raise NativeBuildError(
-            f"{' '.join(command)} exited with {done.returncode}: {done.stderr.strip()[-500:]}"
-        )
-    return done.stdout
-
-
-def _cpu_features() -> str:
-    """Return the ``/proc/cpuinfo`` line of instruction sets, or else the machine's name."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text("utf-8", errors="replace").splitlines():
-            if line.startswith(("flags", "Features")):
-                return line
-    return f"{platform.machine()} {platform.processor()}"
-
 
 _SIGNATURES: dict[str, list[Any]] = {
     "omni_add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float, c_int],
