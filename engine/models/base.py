@@ -40,8 +40,8 @@ class ModelSettings:
             batches and equal up to rounding; None: if possible.
         quantization: how weights of linear layers are quantized on load; None: not quantized.
         encoder_quantization: likewise for the linear layers of encoders and towers.
-        stored_dtype: type of unquantized weights of linear layers, of decoders' embeddings and of
-            the KV cache, which kernels convert as they read; None: ``dtype``.
+        stored_dtype: type of unquantized weights of linear layers (of encoders and towers, too), of
+            decoders' embeddings and of the KV cache, converted as they are read; None: ``dtype``.
         shards: the share of a decoder's linear layers that this process holds.
     """
 

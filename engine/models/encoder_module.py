@@ -88,11 +88,15 @@ class QuantizedLinear(Linear):
     """A linear layer, named ``name``, that replaces a plain one of transformers' module."""
 
     def __init__(
-        self, name: str, plain: nn.Linear, settings: ModelSettings, scheme: QuantizationScheme
+        self,
+        name: str,
+        plain: nn.Linear,
+        settings: ModelSettings,
+        scheme: QuantizationScheme | None,
     ) -> None:
         shape = plain.in_features, {name: plain.out_features}
         super().__init__(*shape, bias=plain.bias is not None, **settings.tensor_options)
-        self.hold_quantized(scheme, settings.ops)
+        self.hold_quantized(scheme, settings.ops, settings.stored_dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``(..., in_features)`` to ``(..., out_features)``."""
@@ -109,7 +113,11 @@ def module_targets(module: nn.Module, prefix: str) -> Iterator[tuple[str, Target
 
 
 def quantize_layers(
-    module: nn.Module, scheme: QuantizationScheme, settings: ModelSettings, *, is_loaded: bool
+    module: nn.Module,
+    scheme: QuantizationScheme | None,
+    settings: ModelSettings,
+    *,
+    is_loaded: bool,
 ) -> None:
     """Replace the linear layers of a module; those of a loaded one keep their weights."""
     for name, layer in list(module.named_modules()):
@@ -141,7 +149,7 @@ def make_unplaced(make: Callable[[Any], ModelT], config: PreTrainedConfig) -> Mo
 def place(module: ModelT, settings: ModelSettings) -> ModelT:
     """Allocate a meta module on the settings' device, which may be ``meta`` again.
 
-    Its linear layers are those of ``settings.encoder_quantization``.
+    Its linear layers are held as ``encoder_quantization`` or else ``stored_dtype`` says.
     """
     for parameter in module.parameters():
         parameter.data = parameter.data.to(settings.dtype)
@@ -151,10 +159,10 @@ def place(module: ModelT, settings: ModelSettings) -> ModelT:
             # transformers' own flag: the next line skips tensors that have it.
             stored._is_hf_initialized = True
         module.initialize_weights()
-    if settings.encoder_quantization is not None:
+    scheme = SCHEMES.get(settings.encoder_quantization or "")
+    if scheme is not None or settings.stored_dtype is not None:
         # After initialize_weights, which writes to some layers by name. Until something is written
         # to them, the replaced weights take no memory on a CPU.
-        scheme = SCHEMES[settings.encoder_quantization]
         quantize_layers(module, scheme, settings, is_loaded=False)
     module.requires_grad_(False).eval()
     return module

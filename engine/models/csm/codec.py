@@ -91,7 +91,9 @@ class MimiEncoder(nn.Module, FeatureTaker):
         self.sampling_rate = int(config.sampling_rate)
         self.samples_per_frame = samples_per_frame(config)
         # In a shorter type, other codes of similar distance might be selected.
-        settings = replace(settings, dtype=torch.float32, encoder_quantization=None)
+        settings = replace(
+            settings, dtype=torch.float32, encoder_quantization=None, stored_dtype=None
+        )
         self.module = build_empty(without("decoder", MimiModel), config, settings)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
