@@ -396,7 +396,8 @@ class NativeLayerOps(LayerOps):
 
     def _pack_codes(self, packed: PackedCodes) -> PackedWeight:
         nbytes = packed.codes.nbytes + packed.factors.nbytes
-        return PackedWeight(partial(self._kernels.quantized, packed), nbytes, packed.shape[0])
+        multiply = partial(self._kernels.quantized, packed, in_tiles=not self.deterministic)
+        return PackedWeight(multiply, nbytes, packed.shape[0])
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """See :class:`LayerOps`."""

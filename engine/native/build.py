@@ -25,11 +25,14 @@ _FLAGS = ("-O3", "-fopenmp-simd", "-fPIC", "-fno-math-errno", "-fno-trapping-mat
 _LIBRARY = "kernels.so"
 _V3 = frozenset(("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
 _V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_V4_BF16 = _V4 | {"avx512_vnni", "avx512_bf16"}
 _VNNI = ("-march=x86-64-v4", "-mavx512vnni")
+_BF16 = (*_VNNI, "-mavx512bf16")
 _Libraries: TypeAlias = dict[str, tuple[tuple[str, ...], frozenset[str]]]
 _ALL: dict[str, _Libraries] = {
     "x86_64": {
-        "avx512_bf16": ((*_VNNI, "-mavx512bf16"), _V4 | {"avx512_vnni", "avx512_bf16"}),
+        "amx": ((*_BF16, "-mamx-tile", "-mamx-bf16"), _V4_BF16 | {"amx_tile", "amx_bf16"}),
+        "avx512_bf16": (_BF16, _V4_BF16),
         "avx512_vnni": (_VNNI, _V4 | {"avx512_vnni"}),
         "avx512": (("-march=x86-64-v4",), _V4),
         "avx2": (("-march=x86-64-v3",), _V3),

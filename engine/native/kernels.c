@@ -18,7 +18,9 @@
 
 /* Of what these kernels were compiled for, the instructions that count. */
 const char *omni_instructions(void) {
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
+    return "AVX-512, VNNI, BF16 and AMX";
+#elif defined(__AVX512BF16__)
     return "AVX-512, VNNI and BF16";
 #elif defined(__AVX512VNNI__)
     return "AVX-512 and VNNI";

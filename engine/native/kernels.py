@@ -120,6 +120,8 @@ class NativeKernels:
         has_whole_codes: True if :meth:`quantized` multiplies codes as integers (AVX512-VNNI,
             AVX2).
         has_bfloat16: True if it multiplies bfloat16 directly (AVX512-BF16).
+        has_tiles: True if it multiplies many rows by bfloat16 in tiles (AMX). Sums of tiles are
+            rounded in another order than those of few rows.
 
     Raises:
         NativeBuildError: the library does not load into this process.
@@ -141,6 +143,7 @@ class NativeKernels:
         self.has_linear = bool(functions.omni_has_linear())
         self.has_whole_codes = bool(functions.omni_has_whole_codes())
         self.has_bfloat16 = bool(functions.omni_has_bfloat16())
+        self.has_tiles = bool(functions.omni_has_tiles())
 
     def pack_linear(self, weight: Tensor) -> Tensor | None:
         """Pack a weight ``(out, in)`` for :meth:`linear`, as ``(out / 16, in, 16)``.
@@ -238,14 +241,22 @@ class NativeKernels:
     def pack_bfloat16(self, weight: Tensor) -> PackedCodes:
         """Pack a bfloat16 weight ``(out, in)`` for :meth:`quantized`."""
         out, width = weight.shape
-        padded = F.pad(weight, (0, -width % _PANEL, 0, -out % (2 * _PANEL)))
+        block = 2 * _PANEL  # inputs of a tile
+        padded = F.pad(weight, (0, -width % block, 0, -out % (2 * _PANEL)))
         pairs = padded.view(-1, _PANEL, padded.shape[1] // 2, 2).transpose(1, 2)
-        codes = pairs.contiguous().view(torch.uint8).view(pairs.shape[0], -(-width // _PANEL), -1)
-        return PackedCodes(codes, torch.empty(0), (out, width), _PANEL, 16)
+        codes = pairs.contiguous().view(torch.uint8).view(pairs.shape[0], -(-width // block), -1)
+        return PackedCodes(codes, torch.empty(0), (out, width), block, 16)
 
-    def quantized(self, packed: PackedCodes, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Like :meth:`linear`, with a weight of :meth:`pack_quantized` or :meth:`pack_bfloat16`."""
+    def quantized(
+        self, packed: PackedCodes, x: Tensor, bias: Tensor | None, *, in_tiles: bool = False
+    ) -> Tensor:
+        """Like :meth:`linear`, with a weight of :meth:`pack_quantized` or :meth:`pack_bfloat16`.
+
+        Args:
+            in_tiles: if true, multiply in tiles where the processor has them.
+        """
         is_direct = self.has_bfloat16 if packed.bits == 16 else self.has_whole_codes
+        rounding = 2 if is_direct and in_tiles and self.has_tiles else int(is_direct)
         out, width = packed.shape
         x = _checked_rows(x, width)
         rows, _ = x.shape
@@ -255,7 +266,7 @@ class NativeKernels:
         self._functions.omni_quantized(
             *(x.data_ptr(), x.stride(0), packed.codes.data_ptr(), packed.factors.data_ptr()),
             *(None if bias is None else bias.data_ptr(), output.data_ptr()),
-            *(rows, width, out, packed.block, packed.bits, is_direct, scratch.data_ptr()),
+            *(rows, width, out, packed.block, packed.bits, rounding, scratch.data_ptr()),
             torch.get_num_threads(),
         )
         return output

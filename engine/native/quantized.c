@@ -22,10 +22,17 @@
  * Elsewhere codes become floats on the way. In each case a tile unpacks codes once for all its rows.
  *
  * bfloat16 has no scales: 64 bytes are two inputs of sixteen outputs. With AVX512-BF16 x is rounded
- * too; sums are float32.
+ * too; sums are float32. With AMX, sixteen rows and more are multiplied in tiles of 16 rows by 32
+ * inputs, which the layout fits: 1 KiB of a panel is a tile of 32 inputs by 16 outputs.
  */
+#define _GNU_SOURCE
 #include <math.h>
 #include <string.h>
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#define HAS_TILES 1
+#endif
 
 #include "team.h"
 #include "vectors.h"
@@ -60,6 +67,16 @@ int omni_has_bfloat16(void) {
 #endif
 }
 
+/* Whether bfloat16 may be multiplied in tiles: the system must let the process use them. */
+int omni_has_tiles(void) {
+#ifdef HAS_TILES
+    const long request_permission = 0x1023, tile_data = 18;
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+    return 0;
+#endif
+}
+
 /* See omni_quantized. */
 typedef struct {
     const float *x;
@@ -69,7 +86,7 @@ typedef struct {
     int bits;
     const float *factors, *bias;
     float *y;
-    int rounded;       /* whether x is rounded: to 16 bits, or to bfloat16 */
+    int rounded;       /* whether x is rounded: to 16 bits, or to bfloat16; 2: also tiled */
     void *laid_out;    /* x (rows, blocks * block), floats, bfloat16, or by fours, 16 bits */
     float *sums;       /* (rows, blocks) of x, in steps */
     float *steps;      /* (rows) what the laid out x is multiples of */
@@ -425,6 +442,56 @@ INLINE void tile_16(int rows, int rounded, const Product *p, const uint8_t *w, i
         for (int v = 0; v < VECS; v++) store(p, row + r, strip * OUTPUTS + v * WIDTH, sum[r][v]);
 }
 
+#ifdef HAS_TILES
+#define TILE_ROWS 16
+#define TILE_INPUTS 32
+
+/* As `tile_16`, of the rows `row` and `other` and the 15 behind each, in four sums of 16 x 16. */
+static void tile_32(const Product *p, const uint8_t *w, int64_t row, int64_t other, int64_t strip) {
+    const int64_t width = p->blocks * p->block, bytes = 2 * width, panel = bytes * LANES;
+    const uint8_t *x = (const uint8_t *)p->laid_out + row * bytes;
+    const uint8_t *more = (const uint8_t *)p->laid_out + other * bytes;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i < width; i += TILE_INPUTS, w += 64 * TILE_INPUTS / 2) {
+        _tile_loadd(4, x + 2 * i, bytes);
+        _tile_loadd(6, w, 64);
+        _tile_loadd(7, w + panel, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_loadd(5, more + 2 * i, bytes);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    vec sums[4][TILE_ROWS];
+    _tile_stored(0, sums[0], 64);
+    _tile_stored(1, sums[1], 64);
+    _tile_stored(2, sums[2], 64);
+    _tile_stored(3, sums[3], 64);
+    for (int t = 0; t < 4; t++)
+        for (int r = 0; r < TILE_ROWS; r++)
+            store(p, (t < 2 ? row : other) + r, strip * OUTPUTS + t % 2 * LANES, sums[t][r]);
+}
+
+/* The strips of a piece, of at least 16 rows; the last tile may repeat rows of the one before. */
+static void multiply_tiles(const Product *p, int64_t begin, int64_t end, int64_t strip,
+                           int64_t last) {
+    struct { uint8_t palette, start, reserved[14]; uint16_t columns[16]; uint8_t rows[16]; } shape = {
+        .palette = 1};
+    for (int t = 0; t < 8; t++) shape.columns[t] = 64, shape.rows[t] = TILE_ROWS;
+    _tile_loadconfig(&shape);
+    for (; strip < last; strip++)
+        for (int64_t row = begin; row < end; row += 2 * TILE_ROWS) {
+            const int64_t most = end - TILE_ROWS, next = row + TILE_ROWS;
+            tile_32(p, p->w + strip * PANELS * p->blocks * block_bytes(p),
+                    row < most ? row : most, next < most ? next : most, strip);
+        }
+    _tile_release();
+}
+#endif
+
 #define CASE_16(n)                                                                               \
     case n:                                                                                      \
         p->rounded ? tile_16(n, 1, p, w, row, strip) : tile_16(n, 0, p, w, row, strip);          \
@@ -464,6 +531,12 @@ static void multiply(const void *arguments, int64_t piece) {
     const int64_t end = begin + p->together < p->rows ? begin + p->together : p->rows;
     const int64_t strips = omni_num_pieces(p->out, OUTPUTS);
     const int64_t last = first + p->size < strips ? first + p->size : strips;
+#ifdef HAS_TILES
+    if (p->bits == 16 && p->rounded == 2 && end - begin >= TILE_ROWS) {
+        multiply_tiles(p, begin, end, first, last);
+        return;
+    }
+#endif
     const int64_t tiles = omni_num_pieces(end - begin, p->bits == 16 ? MAX_ROWS_16 : MAX_ROWS);
     for (int64_t strip = first; strip < last; strip++) {
         const uint8_t *w = p->w + strip * PANELS * p->blocks * block_bytes(p);
@@ -476,7 +549,7 @@ static void multiply(const void *arguments, int64_t piece) {
 }
 
 /* x (rows, in), `x_stride` from row to row; y (rows, out) contiguous; w and factors are of panels
- * that fill pairs; `block` is 16 to 128. `scratch` has room for 4 bytes of every input of every
+ * that fill pairs; `block` is 16 to 128, and 32 for tiles (`rounded` 2). `scratch` has room for 4 bytes of every input of every
  * row, `in` rounded up to blocks, and behind it for every block of every row, and every row. */
 void omni_quantized(const float *x, int64_t x_stride, const uint8_t *w, const float *factors,
                     const float *bias, float *y, int64_t rows, int64_t in, int64_t out,

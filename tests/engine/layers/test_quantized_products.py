@@ -22,16 +22,19 @@ from tests.support.native_kernels import needs_kernels
 CPU = torch.device("cpu")
 
 
-NATIVE = [pytest.param(way, marks=needs_kernels) for way in ("native", "native-floats")]
+NATIVE = [
+    pytest.param(way, marks=needs_kernels) for way in ("native", "native-rows", "native-floats")
+]
 
 
 @pytest.fixture(params=["torch", *NATIVE])
 def ops(request: pytest.FixtureRequest) -> LayerOps:
-    """Each implementation: torch, the kernels with integers, and the kernels with floats."""
+    """Each implementation: torch, and the kernels with tiles, with integers, and with floats."""
     if request.param == "torch":
         return LayerOps()
     kernels = copy(load_kernels())
-    whole = request.param == "native"
+    whole = request.param != "native-floats"
+    kernels.has_tiles &= request.param == "native"
     kernels.has_whole_codes &= whole
     kernels.has_bfloat16 &= whole
     return NativeLayerOps(kernels)
@@ -93,8 +96,8 @@ def test_parts_may_have_different_layouts(ops: LayerOps):
     assert_near(linear(x), F.linear(x, torch.cat([a.dequantize(), b.dequantize(), c])))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 13, 70])
-@pytest.mark.parametrize(("out", "width"), [(32, 64), (39, 71)])
+@pytest.mark.parametrize("rows", [0, 1, 13, 16, 17, 70])
+@pytest.mark.parametrize(("out", "width"), [(32, 64), (39, 71), (200, 33)])
 def test_a_product_with_bfloat16_equals_that_in_float32(
     rows: int, out: int, width: int, ops: LayerOps
 ):
@@ -104,6 +107,23 @@ def test_a_product_with_bfloat16_equals_that_in_float32(
     if type(ops) is LayerOps:  # computes in bfloat16 throughout, including x and the result
         x, bias = x.bfloat16(), bias.bfloat16()
     assert_near(ops.pack_weight(weight).multiply(x, bias).float(), expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize("rows", [16, 31, 300])
+def test_tiles_equal_rows_up_to_rounding(rows: int):
+    """Also where rows are more than one piece takes; in tiles, a row's bits are its own."""
+    kernels, weight = load_kernels(), normal(96, 1500).bfloat16()
+    packed, x = kernels.pack_bfloat16(weight), normal(rows, 1500, seed=1)
+    tiled = kernels.quantized(packed, x, None, in_tiles=True)
+    torch.testing.assert_close(tiled, kernels.quantized(packed, x, None), rtol=1e-4, atol=1e-3)
+    again = kernels.quantized(packed, x.flip(0)[:16], None, in_tiles=True)
+    assert torch.equal(again, tiled.flip(0)[:16])
+    x[3], x[5, 7] = torch.nan, torch.inf
+    broken = kernels.quantized(packed, x, None, in_tiles=True)
+    finite = [row for row in range(rows) if row not in (3, 5)]
+    assert torch.equal(broken[finite], tiled[finite])
+    assert not broken[[3, 5]].isfinite().any()
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
