@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from decimal import Decimal
 from functools import lru_cache
 from typing import Annotated, Any
 
@@ -20,6 +22,8 @@ _MAX_GBNF_CHARS = 2**12
 """Maximum characters of GBNF, whose translation takes time quadratic in its length."""
 _MAX_OPTIONAL_PROPERTIES = 480
 """Maximum optional properties of one object of a schema: llguidance takes a few more."""
+_MAX_MULTIPLE = 10_000
+"""Maximum common multiple of the divisors in a schema, whose remainders llguidance enumerates."""
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*[\w-]+[ \t]*::=")
 
 JSON_STYLE: Any = {
@@ -48,8 +52,9 @@ class StructuredOutput(Settings):
 
     Raises:
         ValueError: none or several are given, or one cannot be read, uses features that llguidance
-            does not support, or is longer than 65,536 characters; or an object of the schema has
-            more than 480 optional properties.
+            does not support, or is longer than 65,536 characters; an object of the schema has more
+            than 480 optional properties, or its values of ``multipleOf`` a common multiple above
+            10,000.
     """
 
     json_schema: _JsonSchema | None = None
@@ -88,7 +93,14 @@ class StructuredOutput(Settings):
             )
         if self.json_schema is not None:
             with suppress(json.JSONDecodeError, RecursionError):  # llguidance reports these
-                number = _most_optional_properties(json.loads(self.json_schema))
+                schema = json.loads(self.json_schema)
+                number = _most_optional_properties(schema)
+                if (multiple := math.lcm(*_multiples(schema))) > _MAX_MULTIPLE:
+                    raise PlacedError(
+                        (name,),
+                        f"its values of multipleOf have the least common multiple {multiple}, "
+                        f"without decimal points; at most {_MAX_MULTIPLE} is taken",
+                    )
                 if number > _MAX_OPTIONAL_PROPERTIES:
                     raise PlacedError(
                         (name,),
@@ -154,6 +166,20 @@ def _most_optional_properties(schema: Any) -> int:
     if isinstance(required, list):
         own -= {name for name in required if isinstance(name, str)}
     return max(len(own), *map(_most_optional_properties, schema.values()), 0)
+
+
+def _multiples(schema: Any) -> Iterator[int]:
+    """Yield the values of ``multipleOf`` without decimal points and zeros at the end."""
+    if isinstance(schema, list):
+        for each in schema:
+            yield from _multiples(each)
+    elif isinstance(schema, dict):
+        for key, value in schema.items():
+            if key == "multipleOf" and type(value) in (int, float) and math.isfinite(value):
+                digits = f"{Decimal(str(value)).normalize():E}".partition("E")[0]
+                yield abs(int(digits.replace(".", "").replace("-", ""))) or 1
+            elif key not in _VALUE_KEYS:
+                yield from _multiples(value)
 
 
 _VALUE_KEYS = frozenset(("const", "enum", "default", "examples"))

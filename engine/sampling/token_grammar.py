@@ -98,10 +98,13 @@ class GrammarCompiler:
         limits = LLParserLimits(initial_lexer_fuel=100_000)
         matcher = LLMatcher(self._tokens, form, log_level=0, limits=limits)
         grammar = TokenGrammar(matcher, self._eos_token_ids)
-        # A grammar that matches nothing or is too large fails at the first token: try it here.
+        # A grammar that matches nothing or is too large fails at the first tokens: try it here.
         first = grammar.copy()
         allowed = np.unpackbits(np.frombuffer(first.mask(), np.uint8), bitorder="little")
-        first.accept(int(allowed.argmax()))
+        others = np.setdiff1d(allowed.nonzero()[0], list(self._eos_token_ids))
+        if len(others):
+            first.accept(int(others[-1]))
+            first.mask()
         if first.problem:
             raise _refusal(f"no text can be held to it: {first.problem}")
         return grammar

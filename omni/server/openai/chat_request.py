@@ -18,7 +18,7 @@ from pydantic import (
 
 from engine import Prompt, SamplingParams, TextPrompt, TokensPrompt
 from engine.interface.placed_error import PlacedError, suggest
-from engine.interface.settings import explain_validation_error
+from engine.interface.settings import explain_validation_error, place_of
 from omni.pipelines.pipeline_config import ToolFormat
 from omni.requests.request_line import text_or
 from omni.server.openai.tools import (
@@ -325,11 +325,11 @@ def _merge(
     try:
         return SamplingParams.model_validate_json(json.dumps(changed), strict=True)
     except ValidationError as error:
-        finding = error.errors(include_url=False)[0]
+        place = place_of(error.errors(include_url=False)[0], changed)
         message = explain_validation_error(error, SamplingParams, changed).split("\n")[0]
-        if not finding["loc"]:  # a conflict between two fields
+        if not place:  # a conflict between two fields
             raise ApiError.bad_request(message) from error
-        key = str(finding["loc"][0])
+        key = str(place[0])
         name = params.get(key, key)
         raise ApiError.bad_request(name + message.removeprefix(key), param=name) from error
 
@@ -363,7 +363,7 @@ def refusal_as_text(part: Any) -> Any:
 class ContentPart(ApiModel):
     """A part of a message; only the field named by ``type`` is set."""
 
-    without_effect: ClassVar = frozenset(("uuid", "cache_control"))
+    without_effect: ClassVar = frozenset(("uuid", "cache_control", "prompt_cache_breakpoint"))
 
     type: Literal["text", "image_url", "input_audio", "audio_url", "video_url"]
     text: str | None = None
@@ -501,7 +501,8 @@ class ChatRequest(TextRequest):
     # The last four are hints, which a model may ignore.
     without_effect: ClassVar = frozenset(
         ("metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-         "prediction", "verbosity", "prompt_cache_retention", "include_reasoning")
+         "prediction", "verbosity", "prompt_cache_retention", "prompt_cache_options",
+         "include_reasoning")
     ) | _IGNORED_HINTS  # fmt: skip
     not_supported: ClassVar = NOT_SUPPORTED | {
         "functions": Unsupported("use tools, its newer form"),

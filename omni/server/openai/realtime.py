@@ -97,7 +97,8 @@ async def talk(websocket: WebSocket) -> None:
         websocket.state.refusal = error
         is_full = error.status is HTTPStatus.TOO_MANY_REQUESTS
         with suppress(*_DISCONNECTED):
-            await websocket.send_json({"type": "error", **error.to_object()})
+            event_id = f"event_{uuid.uuid4().hex}"
+            await websocket.send_json({"type": "error", "event_id": event_id, **error.to_object()})
             code = status.WS_1013_TRY_AGAIN_LATER if is_full else status.WS_1008_POLICY_VIOLATION
             await websocket.close(code, error.message[:100])
 

@@ -49,7 +49,9 @@ from omni.server.serving.request_body import ApiModel, Unsupported
 class ContentPart(ApiModel):
     """A text or image part of a message."""
 
-    without_effect: ClassVar = frozenset(("detail", "annotations", "logprobs"))
+    without_effect: ClassVar = frozenset(
+        ("detail", "annotations", "logprobs", "prompt_cache_breakpoint")
+    )
     not_supported: ClassVar = {"file_id": Unsupported("the server stores no files; send a URL")}
 
     type: Literal["input_text", "output_text", "text", "input_image"]
@@ -260,10 +262,13 @@ class ResponsesRequest(SampledRequest):
 
     without_effect: ClassVar = frozenset(
         ("user", "service_tier", "safety_identifier", "prompt_cache_key", "request_id",
-         "prompt_cache_retention", "stream_options", "client_metadata", "max_tool_calls")
+         "prompt_cache_retention", "prompt_cache_options", "stream_options", "client_metadata",
+         "max_tool_calls")
     )  # fmt: skip
     not_supported: ClassVar = NOT_SUPPORTED | {
         "background": Unsupported("a response is generated while its client waits", (False,)),
+        "context_management": Unsupported("a prompt that is too long is refused; leave it out"),
+        "access_programs": Unsupported("the server has none; leave it out"),
         "conversation": Unsupported("use previous_response_id"),
         "prompt": Unsupported("the server stores no prompts; send instructions and input"),
         "truncation": Unsupported("use 'auto' or 'disabled'", ("disabled", "auto")),
@@ -500,7 +505,7 @@ class _Writer:
             "output": self._output,
             "tools": [tool.model_dump(mode="json") for tool in body.tools or ()],
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "text": given["text"] or {"format": {"type": "text"}},
+            "text": {"format": (given["text"] or {}).get("format") or {"type": "text"}},
             "error": None,
             "incomplete_details": None,
             "usage": None,

@@ -16,7 +16,8 @@ from omni.server.serving.api_error import ApiError
 from omni.server.serving.pipeline_server import PipelineServer
 from omni.server.serving.request_body import ApiModel, read_json
 
-_MAX_TOKENS = 1_000_000
+_MAX_TOKENS = 2**18
+"""Maximum tokens, and characters of a text: more would delay other requests."""
 
 
 class TokenizeRequest(ApiModel):
@@ -26,7 +27,7 @@ class TokenizeRequest(ApiModel):
     """
 
     model: str
-    prompt: str | None = None
+    prompt: str | None = Field(default=None, max_length=_MAX_TOKENS)
     messages: list[ChatMessage] | None = Field(default=None, min_length=1)
     tools: list[FunctionTool] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)

@@ -22,6 +22,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
+import regex
 from msgspec import UNSET, Struct, UnsetType
 from pydantic import AfterValidator, Discriminator, Field, Tag
 
@@ -36,6 +37,8 @@ from omni.server.serving.request_body import ApiModel
 
 _MAX_TOOLS = 128
 _MAX_PYTHON_CHARS = 65_536
+_MAX_BEGINNING = 1024
+"""Number of characters by which a text is known to be no call, if it is none."""
 
 
 class FunctionParts(ApiModel):
@@ -191,7 +194,10 @@ def call_grammar(tools: Sequence[FunctionTool], *, several: bool) -> str:
     for call, tool in zip(calls, tools, strict=True):
         function = tool.function
         begin = f'{{"name": {json.dumps(function.name)}, "arguments": '
-        schema = function.parameters or {"type": "object", "additionalProperties": False}
+        schema = function.parameters or {"additionalProperties": False}
+        if schema.setdefault("type", "object") != "object":
+            message = f"the parameters of {function.name!r}: must be of type object"
+            raise ApiError.bad_field("tools", f"{message}, got {schema['type']!r:.80}")
         try:
             StructuredOutput(json_schema=json.dumps(schema))
         except ValueError as error:
@@ -221,15 +227,17 @@ class ToolCallParser:
         self._names = frozenset(names)
         self._form: ToolFormat = "mistral" if is_required else form
         self._is_required = is_required
-        named = [f"{name}{{" for name in names]
-        beginnings = {
-            "hermes": [],
-            "llama3_json": ["{", "<|python_tag|>"],
-            "mistral": ["[", *named],
-            "pythonic": ["["],
-            "auto": ["{", "[", "<|python_tag|>", *named],
+        any_name = "|".join(map(regex.escape, names))
+        key = rf"""\{{\s*"(name"\s*:\s*"({any_name})"|arguments"|parameters"|type"|id")"""
+        python, named = rf"\[\s*({any_name})\(", rf"({any_name})(\[ARGS\])?\{{"
+        beginnings: dict[ToolFormat, Sequence[str]] = {
+            "hermes": (),
+            "llama3_json": (key, r"<\|python_tag\|>"),
+            "mistral": (r"\[TOOL_CALLS\]", rf"\[\s*{key}", named),
+            "pythonic": (python,),
         }
-        self._beginnings = beginnings[self._form]
+        beginnings["auto"] = [each for begins in beginnings.values() for each in begins] + [python]
+        self._beginning = regex.compile(f"({'|'.join(beginnings[self._form])}).*", regex.DOTALL)
         self._max_calls = max_calls
         self._held = ""
         self._has_begun = self._follows_call = False
@@ -257,9 +265,9 @@ class ToolCallParser:
 
     def _may_begin_call(self, text: str) -> bool:
         """Return True if this incomplete text may be the beginning of a text of calls only."""
-        return not text or any(
-            text.startswith(begin) or begin.startswith(text) for begin in self._beginnings
-        )
+        if self._is_required or not text:
+            return True
+        return self._beginning.fullmatch(text[:_MAX_BEGINNING], partial=True) is not None
 
     def _parse_only_calls(self, text: str) -> list[FunctionCall]:
         """Return the calls of a text that consists only of calls; empty otherwise."""
@@ -306,7 +314,7 @@ class ToolCallParser:
 
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_MARKERS = re.compile(r"^(?:<\|python_tag\|>|\[TOOL_CALLS\])\s*")
+_MARKERS = re.compile(r"[\s;,]*(?:<\|python_tag\|>|\[TOOL_CALLS\])?\s*")
 _NAMED = re.compile(r"\s*([A-Za-z0-9_.-]+)(?:\[ARGS\])?(?=\{)")
 
 
@@ -324,11 +332,11 @@ def _json_calls(text: str, names: frozenset[str], *, may_be_cut: bool) -> list[F
 
     If the list may be cut off, return its complete calls.
     """
-    text = _MARKERS.sub("", text)
+    text = text[_match_end(_MARKERS, text, 0) :]
     if may_be_cut:
         text = text.removeprefix("[").removesuffix("]")
     values: list[Any] = []
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(parse_constant=_refuse_constant)
     position = 0
     try:
         while position < len(text):
@@ -336,7 +344,7 @@ def _json_calls(text: str, names: frozenset[str], *, may_be_cut: bool) -> list[F
             start = named.end() if named is not None else position
             value, position = decoder.raw_decode(text, start)
             values.append(value if named is None else {"name": named[1], "arguments": value})
-            position += len(text[position:]) - len(text[position:].lstrip(" \n;,"))
+            position = _match_end(_MARKERS, text, position)
     except (ValueError, RecursionError):
         if not may_be_cut:
             return None
@@ -383,8 +391,17 @@ def _call(name: str, arguments: Mapping[str, Any]) -> FunctionCall:
     return FunctionCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
 
 
+def _match_end(pattern: re.Pattern[str], text: str, position: int) -> int:
+    found = pattern.match(text, position)
+    return found.end() if found is not None else position
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
 def _parse_json(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         return None

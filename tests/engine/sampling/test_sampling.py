@@ -702,7 +702,9 @@ def test_an_invalid_form_is_refused(form: dict[str, Any], message: str) -> None:
 
 @pytest.mark.parametrize("other", [{"ignore_eos": True}, {"min_tokens": 3}])
 def test_other_end_conditions_are_refused_with_a_form(other: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(other))} does not go with structured_output"):
+    with pytest.raises(
+        ValueError, match=f"{next(iter(other))}: does not go with structured_output"
+    ):
         SamplingParams(structured_output=StructuredOutput(regex="a"), **other)
 
 

@@ -36,6 +36,7 @@ ADD: Any = {
 
 TEXT: Any = {"type": "input_text", "text": "Look."}
 BROKEN: Any = {"type": "input_image", "image_url": "data:image/png;base64,%"}
+UNREADABLE: Any = {"properties": {"a": {"type": "x"}}}
 CALL: Any = {"type": "function_call", "call_id": "c1", "name": "add", "arguments": "{}"}
 OUTPUT: Any = {"type": "function_call_output", "call_id": "c1", "output": "3"}
 CALLED: Any = [{"role": "assistant", "content": "I add."}, CALL, {"type": "reasoning"}, OUTPUT]
@@ -305,7 +306,7 @@ def test_items_of_stored_responses_are_referred_to_by_id(client: openai.OpenAI) 
             "'b' is none of the tools",
         ),
         (
-            {"tools": [ADD | {"parameters": {"type": "x"}}], "tool_choice": "required"},
+            {"tools": [ADD | {"parameters": UNREADABLE}], "tool_choice": "required"},
             "tools",
             "tools: the parameters of 'add': cannot be read: Invalid type: x",
         ),

@@ -108,7 +108,10 @@ given beside guided_regex; give one of them
 {"guided_grammar": "start: start"} | guided_grammar | no text can be held to it
 {"guided_grammar": "start: a{1000000}\\na: \\"x\\"{1000000}"} | guided_grammar | Too many items
 {"structured_outputs": {}} | structured_outputs | give one of json_schema
-{"guided_regex": "a", "min_tokens": 3} |  | min_tokens does not go with
+{"guided_regex": "a", "min_tokens": 3} | min_tokens | min_tokens: does not go with
+{"guided_json": {"type": "integer", "multipleOf": 99999989}} | guided_json | multiple 99999989
+{"guided_json": {"items": {"anyOf": [{"multipleOf": 99.991}, {"multipleOf": 7}]}}} | guided_json | \
+multiple 699937
 """),
 )
 def test_a_wrong_form_is_reported_with_its_field(
@@ -117,6 +120,12 @@ def test_a_wrong_form_is_reported_with_its_field(
     with pytest.raises(openai.BadRequestError, match=re.escape(message)) as caught:
         client.chat.completions.create(**ASKED, extra_body=json.loads(form))
     assert caught.value.param == (param or None)
+
+
+def test_a_regular_expression_that_grows_with_its_text_is_refused(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="too many expressions") as caught:
+        client.chat.completions.create(**ASKED, extra_body={"guided_regex": "(a|b)?" * 4000})
+    assert caught.value.param == "guided_regex"
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,11 @@ TEXTS: list[tuple[str, str, str, list[Any]]] = [
     ("[open(path='/etc/passwd')]", "pythonic", "[open(path='/etc/passwd')]", []),
     ("[" * 300, "pythonic", "[" * 300, []),
     ("[add(a=" + "-" * 9000 + "1)]", "pythonic", "[add(a=" + "-" * 9000 + "1)]", []),
+    (f"[TOOL_CALLS]add{json.dumps(ADD[1])}[TOOL_CALLS]get_weather[ARGS]{json.dumps(WEATHER[1])}",
+     "mistral", "", [ADD, WEATHER]),
+    ('add{"a": NaN}', "mistral", 'add{"a": NaN}', []),
+    ('<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "hermes",
+     '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', []),
     ("", "hermes", "", []),
     ("Nothing to call here.", "hermes", "Nothing to call here.", []),
 ]  # fmt: skip
@@ -89,6 +94,17 @@ def test_other_formats_are_words() -> None:
             assert parsed([text], "pythonic") == (text, [])
         if form == "pythonic" and calls:
             assert parsed([text], "hermes") == (text, [])
+
+
+@pytest.mark.parametrize(
+    ("begin", "is_call"),
+    [("[1", False), ('{"city', False), ('{"name": "Ann"', False), ("[sum(", False), ("addi", False),
+     ("[", True), ('{"na', True), ('{ "name" :"add"', True), ("[add(", True), ("add", True),
+     ('[{"name": "get_w', True), ("<|py", True)],
+)  # fmt: skip
+def test_a_text_is_held_back_only_while_it_may_be_a_call(begin: str, is_call: bool) -> None:
+    parser = ToolCallParser(NAMES, "auto", is_required=False, max_calls=None)
+    assert parser.feed(begin, is_last=False) == ("" if is_call else begin, [])
 
 
 def test_words_are_returned_at_once() -> None:

@@ -42,6 +42,10 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": ADD}},
     {"type": "function", "function": {"name": "now"}},
 ]
+WORDS_ONLY: Any = {
+    "type": "function",
+    "function": {"name": "say", "parameters": {"type": "string"}},
+}
 SCHEMAS = {"get_weather": WEATHER, "add": ADD, "now": {"maxProperties": 0}}
 ASKED: Any = {
     "model": "chat",
@@ -91,6 +95,13 @@ def test_required_calls_are_the_same_alone_and_in_every_batch(client: openai.Ope
     for order in (range(12), range(11, -1, -1), [*range(0, 12, 3), *range(1, 12, 3)]):
         with ThreadPoolExecutor(len(order)) as pool:
             assert list(pool.map(ask, order)) == [alone[seed] for seed in order]
+
+
+def test_json_that_is_no_call_is_streamed(client: openai.OpenAI) -> None:
+    items = {"type": "array", "items": {"enum": [1, 2, 3]}, "minItems": 20, "maxItems": 20}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "numbers", "schema": items}}
+    events = client.chat.completions.create(**ASKED, tools=TOOLS, response_format=form, stream=True)
+    assert sum(bool(event.choices[0].delta.content) for event in events) > 10
 
 
 def test_a_named_tool_is_called(client: openai.OpenAI) -> None:
@@ -212,6 +223,11 @@ FUNCTION = {"type": "function", "function": {"name": "add"}}
             "should match pattern",
         ),
         ({"tool_choice": "required"}, "tool_choice", "needs tools to choose from"),
+        (
+            {"tools": [WORDS_ONLY], "tool_choice": "required"},
+            "tools",
+            "the parameters of 'say': must be of type object, got 'string'",
+        ),
         (
             {"tools": [FUNCTION], "tool_choice": {"type": "function", "function": {"name": "b"}}},
             "tool_choice.function.name",
