@@ -180,6 +180,34 @@ def test_a_browser_hears_and_is_heard(running: LiveServer, browser: Browser):
     assert page.problems == []
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
+def test_sound_is_stopped_by_its_button_and_by_speaking(running: LiveServer, browser: Browser):
+    page = browser.open(running.url)
+    page.wait_for("document.querySelectorAll('.stage').length == 3")
+    visible = "['send', 'stop'].filter((each) => !$(each).hidden)"
+    sounds = (
+        "speaker = new Speaker(); speaker.play(btoa('\\0'.repeat(480000)), 24000);"
+        "speaker.end(); answering(); window.heard = speaker.context; 0"
+    )
+    for stops in ("$('stop').click()", "record()", "restart()"):
+        page.run(sounds)
+        assert page.run(visible) == ["send", "stop"], "the next question need not wait"
+        page.run(f"{stops}; 0")
+        assert page.run("[speaker, window.heard.state]") == [None, "closed"]
+        assert page.run(visible) == ["send"]
+    short = "speaker = new Speaker(); speaker.play(btoa('\\0'.repeat(480)), 24000); speaker.end()"
+    page.run(f"{short}; 0")
+    page.wait_for("speaker === null")
+
+    page.run("$('text').value = 'Never mind.'; $('form').requestSubmit(); hush(); 0")
+    page.wait_for("!abort")
+    assert page.run("messages.length") == 0, "a question without an answer is not kept"
+    page.run("$('tokens').value = '-3'; $('text').value = 'x'; $('form').requestSubmit(); 0")
+    page.wait_for("!abort && document.querySelectorAll('#log .error').length == 1")
+    assert page.run("messages.length") == 0
+    running.check_nothing_is_left()
+
+
 @pytest.fixture(scope="module")
 def several(checkpoint_cache: object) -> Iterator[LiveServer]:
     """Of all kinds: only the last one chats."""
