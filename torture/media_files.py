@@ -21,7 +21,12 @@ from engine.interface.config import MediaLimits
 from engine.media.image_file import open_image
 from engine.media.media_source import MediaSource
 from engine.media.sound_file import SampleReader
-from engine.media.video_file import probe_video, read_frames, read_soundtrack
+from engine.media.video_file import (
+    check_video_length,
+    probe_video,
+    read_frames,
+    read_soundtrack,
+)
 from tests.support.videos import FORMATS, moving_picture, video_file
 from torture.guarded_process import run_guarded
 from torture.outcome_table import Tally
@@ -49,7 +54,7 @@ def _read_video(content: bytes) -> None:
     for frame in read_frames(source, info, range(0, info.num_frames, 3), LIMITS):
         if frame.dtype != np.uint8 or frame.ndim != 3:
             raise AssertionError(f"a frame of {frame.dtype} {frame.shape}")
-    read_soundtrack(source, LIMITS)
+    read_soundtrack(source, partial(check_video_length, source=source, limits=LIMITS))
 
 
 READERS: Mapping[str, Callable[[bytes], None]] = {
@@ -81,6 +86,7 @@ def whole_files() -> dict[str, tuple[str, bytes]]:
         files[format] = "image", buffer.getvalue()
     for kind in FORMATS:
         files[kind] = "video", video_file(kind, moving_picture(6), 8, tone[:9_600])
+        files[f"{kind}'s sound"] = "sound", files[kind][1]
     return files
 
 

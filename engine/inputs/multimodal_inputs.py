@@ -19,6 +19,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby, zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, TypeAlias
@@ -52,7 +53,13 @@ from engine.interface.prompts import (
 from engine.media.image_file import image_features, load_image_processor
 from engine.media.media_source import MediaSource
 from engine.media.sound_file import SampleReader, SpectrogramExtractor, load_extractor
-from engine.media.video_file import VideoInfo, probe_video, read_frames, read_soundtrack
+from engine.media.video_file import (
+    VideoInfo,
+    check_video_length,
+    probe_video,
+    read_frames,
+    read_soundtrack,
+)
 from engine.requests.encoder_input import Modality, MultiModalInput, PromptPositions, item_spans
 from prefix_cache import ContentSpan
 
@@ -229,7 +236,8 @@ class VideoFeatureMaker(FeatureMaker):
         sampled_fps = len(indices) / info.num_frames * info.fps
         audio = None
         if hears and prompt.use_audio and info.has_sound:
-            sound = read_soundtrack(source, self.limits)
+            check = partial(check_video_length, source=source, limits=self.limits)
+            sound = read_soundtrack(source, check)
             audio = None if sound is None else AudioPrompt(*sound)
         ends = zip(indices[::depth], [*indices[depth - 1 :: depth], indices[-1]], strict=False)
         timestamps = [(first + last) / 2 / info.fps for first, last in ends]

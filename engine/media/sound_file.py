@@ -1,4 +1,4 @@
-"""Reads WAV, FLAC, OGG and MP3 as mono samples, through libsndfile.
+"""Reads WAV, FLAC, OGG and MP3 as mono samples, through libsndfile; others through PyAV.
 
 libsndfile silently reads the rest of a file that lost its end, and nothing of one that was written
 as a stream and states no samples. So this module reads the expected number of sample bytes itself.
@@ -19,6 +19,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from io import BytesIO
 from numbers import Real
 from pathlib import Path
@@ -34,6 +35,7 @@ from engine.interface.arguments import check_argument, check_dense
 from engine.interface.config import MediaLimits
 from engine.interface.log_fields import package_logger
 from engine.media.media_source import MediaSource
+from engine.media.video_file import kind_of, read_soundtrack, stated_seconds
 
 
 class SoundStream(SoundFile):
@@ -168,7 +170,7 @@ _KINDS: Mapping[str, tuple[str, ...]] = {
     "OGG": ("VORBIS", "OPUS"),
     "MP3": ("MPEG_LAYER_I", "MPEG_LAYER_II", "MPEG_LAYER_III"),
 }
-_FORMATS = "WAV of PCM or float samples, FLAC, OGG (Vorbis, Opus) or MP3"
+_FORMATS = "WAV of PCM or float samples, FLAC, OGG (Vorbis, Opus), MP3, AAC, mp4 (m4a) or webm"
 # libsndfile states its largest number for a length that is unknown before the end.
 _UNKNOWN_FRAMES = 2**62
 _BLOCK_SAMPLES = 2**20
@@ -204,6 +206,14 @@ def read_sound(
             limit, holds NaN or infinity, or has no samples.
     """
     name = source.name
+    if _is_container(source):
+        found = read_soundtrack(source, partial(check_duration, longest=longest, name=name))
+        if found is None:
+            raise ValueError(f"{name} is empty: it holds no samples")
+        check_rate(found[1], name)
+        resampler = Resampler(found[1], rate or found[1])
+        resampler.feed(found[0])
+        return resampler.finish(name), found[1]
     with source.open() as file:
         header = _read_header(file, name)
         if header is not None and header.num_bytes is None:
@@ -227,6 +237,9 @@ def read_sound(
 
 def check_sound(source: MediaSource) -> None:
     """Read only the header of a sound; ``ValueError`` if it cannot be read."""
+    if _is_container(source):
+        stated_seconds(source)
+        return
     with source.open() as file:
         header = _read_header(file, source.name)
         if header is None or header.num_bytes is not None:
@@ -236,9 +249,17 @@ def check_sound(source: MediaSource) -> None:
 
 def stated_duration(source: MediaSource) -> float | None:
     """Return a sound's stated duration in seconds, or None; ``ValueError`` if unreadable."""
+    if _is_container(source):
+        return stated_seconds(source)
     with source.open() as file, _open(file, source.name) as sound:
         known = 0 < sound.frames < _UNKNOWN_FRAMES
         return sound.frames / sound.samplerate if known else None
+
+
+def _is_container(source: MediaSource) -> bool:
+    """Return True for the sound of an mp4 or webm, and AAC."""
+    with source.open() as file:
+        return kind_of(file.read(12)) is not None
 
 
 def check_rate(rate: int, name: str) -> None:
@@ -432,8 +453,8 @@ class SampleReader:
         """Read a sound or mono samples, and resample.
 
         Args:
-            audio: a file, its content, or a data URL, of WAV, FLAC, OGG or MP3; or floating-point
-                samples ``(num_samples,)`` in -1 to 1.
+            audio: a file, its content, or a data URL, of WAV, FLAC, OGG, MP3, AAC, mp4 or webm; or
+                floating-point samples ``(num_samples,)`` in -1 to 1.
             sampling_rate: samples per second; None: the file's own, or :attr:`rate`.
 
         Returns:

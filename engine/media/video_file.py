@@ -1,4 +1,4 @@
-"""Reads mp4 and webm through PyAV: their properties, selected frames, and their sound.
+"""Reads mp4, webm and AAC through PyAV: their properties, selected frames, and their sound.
 
 One pass counts packets, one decodes the selected frames and those that they depend on, one decodes
 the sound. So limits are checked before the work, and at most one frame of the file's own size is
@@ -7,7 +7,7 @@ held.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -62,11 +62,11 @@ def probe_video(source: MediaSource, limits: MediaLimits) -> VideoInfo:
                 f"{limits.max_image_pixels}; scale it down, or raise {_SETTINGS}.max_image_pixels"
             )
         # The header may be wrong: packets are counted below, up to the limit.
-        _check_duration(source, stated / fps, limits)
+        check_video_length(stated / fps, source, limits)
         num_frames = 0
         for packet in container.demux(stream):
             num_frames += bool(packet.size)
-            _check_duration(source, num_frames / fps, limits)
+            check_video_length(num_frames / fps, source, limits)
         if not num_frames:
             raise ValueError(f"{source.name} is empty: it holds no frames")
         if num_frames < stated:
@@ -132,9 +132,12 @@ def upright(pixels: NDArray[np.uint8], degrees: int) -> NDArray[np.uint8]:
 
 
 def read_soundtrack(
-    source: MediaSource, limits: MediaLimits
+    source: MediaSource, check_duration: Callable[[float], None]
 ) -> tuple[NDArray[np.float32], int] | None:
-    """Decode the sound of a video, aligned to its first frame; channels are averaged.
+    """Decode the sound of a file, aligned to the first frame of a video; channels are averaged.
+
+    Args:
+        check_duration: raises ``ValueError`` for too many seconds; called while it is decoded.
 
     Returns:
         Mono samples ``(num_samples,)`` and their number per second; None without sound.
@@ -163,12 +166,15 @@ def read_soundtrack(
             for floats in to_floats.resample(frame):
                 parts.append(floats.to_ndarray().mean(axis=0, dtype=np.float32))
                 num_samples += len(parts[-1])
-            _check_duration(source, num_samples / rate, limits)
-        first: Any = container.streams.video[0]
-        begin -= float((first.start_time or 0) * first.time_base)
+            check_duration(num_samples / rate)
+        first: Any = next(iter(container.streams.video), None)
+        if first is not None:
+            begin -= float((first.start_time or 0) * first.time_base)
     if not parts:
         return None
     samples = np.concatenate(parts)
+    if first is None:
+        return samples, rate
     # Keep it in sync: sound that starts late follows silence, sound before the picture is cut.
     late = round(begin * rate)
     if late < 0:
@@ -176,7 +182,14 @@ def read_soundtrack(
     return np.concatenate([np.zeros(late, np.float32), samples]), rate
 
 
-def _check_duration(source: MediaSource, seconds: float, limits: MediaLimits) -> None:
+def stated_seconds(source: MediaSource) -> float | None:
+    """Return a file's stated duration in seconds, or None; ``ValueError`` if unreadable."""
+    with _open(source) as container:
+        return None if container.duration is None else container.duration / 1_000_000
+
+
+def check_video_length(seconds: float, source: MediaSource, limits: MediaLimits) -> None:
+    """Refuse a video that is too long."""
     if seconds > limits.max_video_s:
         raise ValueError(
             f"{source.name} is longer than {limits.max_video_s:g} s, which are the most that are "
@@ -201,6 +214,19 @@ def _find_stream(
     return streams[0]
 
 
+def kind_of(head: bytes) -> str | None:
+    """Return ffmpeg's name of a file's format by its first 12 bytes; None for others.
+
+    ffmpeg itself would try many more formats, including playlists.
+    """
+    if head[4:8] == b"ftyp":
+        return "mov"
+    if head[:4] == b"\x1aE\xdf\xa3":
+        return "matroska"
+    is_aac = len(head) > 1 and head[0] == 0xFF and head[1] & 0xF6 == 0xF0  # a frame of ADTS
+    return "aac" if is_aac else None
+
+
 @contextmanager
 def _open(source: MediaSource) -> Iterator[InputContainer]:
     # Imported only for a video: other requests do not wait for it.
@@ -209,12 +235,8 @@ def _open(source: MediaSource) -> Iterator[InputContainer]:
     with source.open() as file:
         head = file.read(12)
         file.seek(0)
-        # Detected by the first bytes: ffmpeg would try many more formats, including playlists.
-        if head[4:8] == b"ftyp":
-            kind = "mov"
-        elif head[:4] == b"\x1aE\xdf\xa3":
-            kind = "matroska"
-        else:
+        kind = kind_of(head)
+        if kind is None:
             raise ValueError(
                 f"{source.name} cannot be read: it is neither mp4 nor webm; convert it"
             )
@@ -222,4 +244,5 @@ def _open(source: MediaSource) -> Iterator[InputContainer]:
             with av.open(file, "r", format=kind, metadata_errors="ignore") as container:
                 yield container
         except (av.FFmpegError, EOFError, UnicodeError) as error:
-            raise ValueError(f"{source.name} cannot be read as a video: {error}") from error
+            what = "a video" if source.kind == "video" else "sound"
+            raise ValueError(f"{source.name} cannot be read as {what}: {error}") from error

@@ -350,7 +350,7 @@ class InputAudio(ApiModel):
     """An audio file in base64. Its actual type is detected, regardless of ``format``."""
 
     data: str = Field(min_length=1)
-    format: Literal["wav", "mp3", "flac", "ogg"]
+    format: Literal["wav", "mp3", "flac", "ogg", "opus", "aac", "m4a", "mp4", "webm"]
 
 
 def refusal_as_text(part: Any) -> Any:

@@ -8,6 +8,7 @@ import os
 from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +32,14 @@ from engine import (
 from engine.inputs.multimodal_inputs import VideoFeatureMaker, VideoSampling
 from engine.interface.config import MediaLimits
 from engine.media.media_source import MediaSource
-from engine.media.video_file import VideoInfo, probe_video, read_frames, read_soundtrack, upright
+from engine.media.video_file import (
+    VideoInfo,
+    check_video_length,
+    probe_video,
+    read_frames,
+    read_soundtrack,
+    upright,
+)
 from engine.models.qwen3_vl.qwen3_vl import SpreadSampling
 from tests.support.thinker_asks import shows
 from tests.support.videos import FORMATS, moving_picture, video_file
@@ -39,6 +47,10 @@ from tests.support.videos import FORMATS, moving_picture, video_file
 LIMITS = MediaLimits()
 FRAMES = moving_picture(12)
 RATE = 48_000
+
+
+def soundtrack(video: MediaSource, limits: MediaLimits = LIMITS) -> Any:
+    return read_soundtrack(video, partial(check_video_length, source=video, limits=limits))
 
 
 def source(given: str | Path | bytes) -> MediaSource:
@@ -77,7 +89,7 @@ def test_frames_are_read_as_written(kind: str, files: dict[str, bytes], tmp_path
 @pytest.mark.parametrize("begins", [0.0, 0.25])
 def test_sound_is_synchronous_with_the_frames(kind: str, begins: float) -> None:
     content = video_file(kind, FRAMES, 8, tone(1.0), sound_begins=begins)
-    sound = read_soundtrack(source(content), LIMITS)
+    sound = soundtrack(source(content))
     assert sound is not None
     samples, rate = sound
     assert rate == RATE and samples.dtype == np.float32
@@ -92,7 +104,7 @@ def test_sound_is_synchronous_with_the_frames(kind: str, begins: float) -> None:
 def test_a_video_without_sound_is_read() -> None:
     content = video_file("mp4", FRAMES)
     assert not probe_video(source(content), LIMITS).has_sound
-    assert read_soundtrack(source(content), LIMITS) is None
+    assert soundtrack(source(content)) is None
 
 
 def test_a_frame_is_rotated_by_right_angles() -> None:
@@ -128,7 +140,7 @@ def test_sound_longer_than_the_limit_is_refused() -> None:
     content = video_file("mp4", FRAMES[:2], 8, tone(3.0))
     probe_video(source(content), MediaLimits(max_video_s=1.0))
     with pytest.raises(ValueError, match="is longer than 1 s"):
-        read_soundtrack(source(content), MediaLimits(max_video_s=1.0))
+        soundtrack(source(content), MediaLimits(max_video_s=1.0))
 
 
 WRONG = {
@@ -212,7 +224,7 @@ def as_tensors(
     height, width = made["image_grid_thw"][0, 1:].tolist()
     patches = made["pixel_values"].reshape(len(frames), height * width, 3, 2, 14 * 14)
     pairs = torch.stack([patches[0::2, :, :, 0], patches[1::2, :, :, 1]], dim=3)
-    sound = read_soundtrack(video, LIMITS) if hears else None
+    sound = soundtrack(video) if hears else None
     seconds = 2 / (len(indices) / info.num_frames * info.fps)
     return VideoFeatures(
         pairs.reshape(-1, 3 * 2 * 14 * 14),
