@@ -341,9 +341,16 @@ class Transcription(PipelineResponse):
         text = _WordReader().read(output.text or "", is_last=True)
         if self._body.response_format == "text":
             return Response(text + "\n", media_type="text/plain; charset=utf-8")
+        source = MediaSource(self._audio, "sound", len(self._audio))
+        # Imported lazily: audio libraries would delay the server's start.
+        from engine.media.sound_file import stated_duration
+
+        duration = await asyncio.to_thread(stated_duration, source)
         answer: dict[str, Any] = {"text": text}
+        if duration is not None:
+            answer["usage"] = {"type": "duration", "seconds": duration}
         if self._body.wants_segments:
-            answer |= await self._verbose(output)
+            answer |= await self._verbose(output, source, duration)
         if self._body.response_format in ("srt", "vtt"):
             subtitles = _subtitles(answer["segments"], as_vtt=self._body.response_format == "vtt")
             return Response(subtitles, media_type="text/plain; charset=utf-8")
@@ -361,13 +368,10 @@ class Transcription(PipelineResponse):
                     yield as_event({"type": "transcript.text.delta", "delta": words})
         yield as_event({"type": "transcript.text.done", "text": text}) + DONE
 
-    async def _verbose(self, output: StageOutput) -> dict[str, Any]:
+    async def _verbose(
+        self, output: StageOutput, source: MediaSource, duration: float | None
+    ) -> dict[str, Any]:
         language = self._body.language or self._detected_language(output)
-        source = MediaSource(self._audio, "sound", len(self._audio))
-        # Imported lazily: audio libraries would delay the server's start.
-        from engine.media.sound_file import stated_duration
-
-        duration = await asyncio.to_thread(stated_duration, source)
         found = output.token_ids, output.windows, duration, self._tokenizer
         first = (self._body.temperature or (0.0,))[0]
         segments = segments_of(*found, output.logprobs or (), first)
