@@ -8,9 +8,9 @@ files ``ID.wav``, mono, and ``transcription`` with lines ``<s> words </s> (ID)``
 package ``pocketsphinx-testdata``. Both transcribe each recording, one after the other, unchanged
 and with white noise at the given decibels below it; and also the concatenation of all, with
 pauses of 1.5 s. Temperature fallback and thresholds are those of faster-whisper, greedy at first
-(its beam of 5 is set to 1, since transformers' rules have none), in float32. faster-whisper needs
-a separate environment, with soundfile; it runs in another process. Both texts are normalized by
-transformers' English normalizer, and words are compared.
+(its beam of 5 is set to 1, since transformers' rules have none), in float32 or what --engine and
+--compute-type say. faster-whisper needs a separate environment, with soundfile; it runs in another
+process. Both texts are normalized by transformers' English normalizer, and words are compared.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ OTHER = r"""
 import json, sys, time
 import faster_whisper, soundfile
 settings = json.loads(sys.stdin.readline())
-model = faster_whisper.WhisperModel(settings["model"], device="cpu", compute_type="float32",
+model = faster_whisper.WhisperModel(settings["model"], device="cpu", compute_type=settings["type"],
                                     cpu_threads=settings["threads"])
 for line in sys.stdin:
     samples, _ = soundfile.read(line.strip(), dtype="float32")
@@ -100,11 +100,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--faster-whisper", required=True)
     parser.add_argument("--python", required=True)
+    parser.add_argument("--engine", type=json.loads, default={"dtype": "float32"})
+    parser.add_argument("--compute-type", default="float32")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
     engine = LLMEngine(
-        EngineConfig(
-            model=given.folder, num_blocks=1024, dtype="float32", enable_prefix_caching=False
+        EngineConfig.model_validate(
+            {"model": given.folder, "num_blocks": 1024, "enable_prefix_caching": False}
+            | given.engine
         )
     )
     other = subprocess.Popen(
@@ -112,6 +115,7 @@ def main() -> None:
     )
     assert other.stdin is not None and other.stdout is not None
     settings = {"model": given.faster_whisper, "threads": given.threads}
+    settings["type"] = given.compute_type
     other.stdin.write(json.dumps(settings) + "\n")
     normalize = EnglishTextNormalizer({})
     table = Table("recording", "seconds", "words", "errors: ours", "theirs", "time: ours / theirs")
