@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 import time
-from codecs import getincrementaldecoder
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
@@ -109,10 +108,10 @@ class TokenTexts:
 class TokenOffsets:
     """Computes the offset of each token in a completion's text, token by token.
 
-    The text is decoded along with the tokens, so that offsets match the text of the answer. While
-    the decoder waits for the rest of a character, the bytes determine the offset. A token without
-    text, such as a special one, has the offset of what follows. After a stop string, which
-    truncates the text, tokens have the offsets that they would have had without it.
+    Parts of a character have the offset of the character, and a run of byte pieces, which the
+    tokenizer decodes as a whole, that of the run. A token without text, such as a special one, has
+    the offset of what follows. After a stop string, which truncates the text, tokens have the
+    offsets that they would have had without it.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: TokenTexts) -> None:
@@ -121,35 +120,14 @@ class TokenOffsets:
         self._texts = texts
         self._written = IncrementalDetokenizer(tokenizer)
         self._num_written = 0
-        self._characters = getincrementaldecoder("utf-8")("replace")
-        self._num_characters = 0  # by the tokens' bytes, since the last certain offset
 
     def append(self, token_id: int) -> int:
-        """Append a token, and return the number of characters before it.
-
-        Parts of a character have the offset of the character.
-        """
-        own = self._texts.bytes_of(token_id)
-        if token_id in self._texts.left_out or own is None:
-            self._num_written += len(self._written.append(token_id))
-            return self._num_characters
-        if own and own[0] & 0b1100_0000 != 0b1000_0000:  # not within a character
-            # An incomplete sequence of bytes counts as a replacement character.
-            self._num_characters += len(self._characters.decode(b"", final=True))
-        begin = self._num_characters
-        characters = self._characters.decode(own)
-        self._num_characters += len(characters)
-        delta = self._written.append(token_id)
+        """Append a token, and return the number of characters before it."""
+        before, delta = self._num_written, self._written.append(token_id)
         self._num_written += len(delta)
-        waits = self._characters.getstate()[0]
-        if delta and not waits and not characters.endswith(_REPLACEMENT):
-            # All text is decoded, and may differ from the bytes: leading spaces and invalid byte
-            # sequences are dropped.
-            self._num_characters = self._num_written
-            text = self._texts.text(token_id)
-            if delta.endswith(text):
-                begin = self._num_written - len(text)
-        return begin
+        text = self._texts.text(token_id)
+        # More than the token's own text comes if earlier text was held back.
+        return self._num_written - len(text) if text and delta.endswith(text) else before
 
 
 _MIN_LOGPROB = -9999.0

@@ -240,17 +240,8 @@ class ReasoningOptions(ApiModel):
 
 
 _LOGPROBS = "message.output_text.logprobs"
-Included: TypeAlias = Literal[
-    "message.output_text.logprobs",
-    "reasoning.encrypted_content",
-    "message.input_image.image_url",
-    "computer_call_output.output.image_url",
-    "file_search_call.results",
-    "web_search_call.results",
-    "web_search_call.action.sources",
-    "code_interpreter_call.outputs",
-]
-"""Additions to a response. Only log-probabilities exist here; there are no tools of a server."""
+_ITEMS = "message|reasoning|computer_call_output|(file_search|web_search|code_interpreter)_call"
+_Included = Annotated[str, Field(pattern=rf"^({_ITEMS})\.[a-z_.]+$")]
 
 
 class ResponsesRequest(SampledRequest):
@@ -285,7 +276,7 @@ class ResponsesRequest(SampledRequest):
     stream: bool = False
     max_output_tokens: int | None = None
     metadata: dict[str, str] = Field(default_factory=dict)
-    include: list[Included] = Field(default_factory=list)
+    include: list[_Included] = Field(default_factory=list)
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     structured_outputs: StructuredOutputs | None = None
