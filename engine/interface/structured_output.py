@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from decimal import Decimal
 from functools import lru_cache
@@ -24,6 +24,7 @@ _MAX_OPTIONAL_PROPERTIES = 480
 """Maximum optional properties of one object of a schema: llguidance takes a few more."""
 _MAX_MULTIPLE = 10_000
 """Maximum common multiple of the divisors in a schema, whose remainders llguidance enumerates."""
+_MULTIPLE = re.compile(r'"multipleOf"\s*:\s*-?([0-9]+(?:\.[0-9]+)?)')
 _GBNF_RULE = re.compile(r"(?m)^[ \t]*[\w-]+[ \t]*::=")
 
 JSON_STYLE: Any = {
@@ -93,9 +94,8 @@ class StructuredOutput(Settings):
             )
         if self.json_schema is not None:
             with suppress(json.JSONDecodeError, RecursionError):  # llguidance reports these
-                schema = json.loads(self.json_schema)
-                number = _most_optional_properties(schema)
-                if (multiple := math.lcm(*_multiples(schema))) > _MAX_MULTIPLE:
+                number = _most_optional_properties(json.loads(self.json_schema))
+                if (multiple := _common_multiple(self.json_schema)) > _MAX_MULTIPLE:
                     raise PlacedError(
                         (name,),
                         f"its values of multipleOf have the least common multiple {multiple}, "
@@ -168,18 +168,10 @@ def _most_optional_properties(schema: Any) -> int:
     return max(len(own), *map(_most_optional_properties, schema.values()), 0)
 
 
-def _multiples(schema: Any) -> Iterator[int]:
-    """Yield the values of ``multipleOf`` without decimal points and zeros at the end."""
-    if isinstance(schema, list):
-        for each in schema:
-            yield from _multiples(each)
-    elif isinstance(schema, dict):
-        for key, value in schema.items():
-            if key == "multipleOf" and type(value) in (int, float) and math.isfinite(value):
-                digits = f"{Decimal(str(value)).normalize():E}".partition("E")[0]
-                yield abs(int(digits.replace(".", "").replace("-", ""))) or 1
-            elif key not in _VALUE_KEYS:
-                yield from _multiples(value)
+def _common_multiple(schema: str) -> int:
+    """Return that of all values of ``multipleOf``, without decimal points and zeros at the end."""
+    numbers = (Decimal(found).normalize().as_tuple().digits for found in _MULTIPLE.findall(schema))
+    return math.lcm(*(int("".join(map(str, digits))) or 1 for digits in numbers))
 
 
 _VALUE_KEYS = frozenset(("const", "enum", "default", "examples"))

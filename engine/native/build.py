@@ -16,7 +16,6 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 FOLDER = Path(__file__).parent
 SOURCES = tuple(sorted(FOLDER.glob("*.[ch]")))
@@ -24,17 +23,13 @@ SOURCES = tuple(sorted(FOLDER.glob("*.[ch]")))
 _FLAGS = ("-O3", "-fopenmp-simd", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
 _LIBRARY = "kernels.so"
 _V3 = frozenset(("avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe"))
-_V4 = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
-_V4_BF16 = _V4 | {"avx512_vnni", "avx512_bf16"}
-_VNNI = ("-march=x86-64-v4", "-mavx512vnni")
-_BF16 = (*_VNNI, "-mavx512bf16")
-_Libraries: TypeAlias = dict[str, tuple[tuple[str, ...], frozenset[str]]]
-_ALL: dict[str, _Libraries] = {
+_VNNI = _V3 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avx512_vnni"}
+_VNNI_FLAGS = ("-march=x86-64-v4", "-mavx512vnni")
+_AMX_FLAGS = (*_VNNI_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+_ALL: dict[str, dict[str, tuple[tuple[str, ...], frozenset[str]]]] = {
     "x86_64": {
-        "amx": ((*_BF16, "-mamx-tile", "-mamx-bf16"), _V4_BF16 | {"amx_tile", "amx_bf16"}),
-        "avx512_bf16": (_BF16, _V4_BF16),
-        "avx512_vnni": (_VNNI, _V4 | {"avx512_vnni"}),
-        "avx512": (("-march=x86-64-v4",), _V4),
+        "amx": (_AMX_FLAGS, _VNNI | {"avx512_bf16", "amx_tile", "amx_bf16"}),
+        "avx512_vnni": (_VNNI_FLAGS, _VNNI),
         "avx2": (("-march=x86-64-v3",), _V3),
     },
     "aarch64": {"neon": (("-march=armv8-a",), frozenset(("asimd",)))},
