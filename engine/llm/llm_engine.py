@@ -31,8 +31,7 @@ from engine.interface.prompts import Prompt, SpeechPrompt
 from engine.interface.sampling_params import SamplingParams, unsupported_generation
 from engine.layers import WHOLE, LayerOps, NativeLayerOps, Shards
 from engine.llm.offload import build_offloaded_blocks
-from engine.llm.output_processor import OutputProcessor
-from engine.llm.row_keys import RowKeys
+from engine.llm.output_processor import OutputProcessor, RowKeys
 from engine.models.base import CausalModel, ModelSettings
 from engine.models.model_loader import (
     find_family,

@@ -9,11 +9,11 @@ import os
 from functools import cache
 
 from engine.interface.log_fields import package_logger
-from engine.native.build import NativeBuildError as NativeBuildError
-from engine.native.build import compile_kernels
+from engine.native.kernels import NativeBuildError as NativeBuildError
 from engine.native.kernels import NativeKernels as NativeKernels
 from engine.native.kernels import PackedCodes as PackedCodes
 from engine.native.kernels import PagedSpans as PagedSpans
+from engine.native.kernels import compile_kernels
 
 logger = package_logger(__name__)
 

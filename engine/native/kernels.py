@@ -1,11 +1,23 @@
-"""Python bindings of the C kernels: checks here, arithmetic in ``kernels.c``."""
+"""Python bindings of the C kernels: checks here, arithmetic in ``kernels.c``.
+
+They are compiled with the system's compiler, once per machine, source and compiler: an entry of the
+cache in ``$OMNI_CACHE_DIR/native`` or ``~/.cache/omni-pipeline/native``, under a hash of everything
+that it depends on; see :class:`~engine.files.disk_cache.DiskCache`. A damaged library is never
+loaded: it would kill the process by a signal. A wheel may include compiled ones; see ``setup.py``.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
 from collections.abc import Sequence
 from ctypes import c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +27,90 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.native.build import NativeBuildError
+from engine.files.disk_cache import CacheFolderError, DiskCache, cache_root
 from prefix_cache import LayerKVCache
+
+FOLDER = Path(__file__).parent
+FLAGS_FILE = FOLDER / "flags.txt"
+SOURCES = tuple(sorted(FOLDER.glob("*.[ch]")))
+# The flags have no -ffast-math: linking with it makes the whole process flush denormals to zero.
+_FLAGS = (f"@{FLAGS_FILE}", "-march=native")
+_LIBRARY = "kernels.so"
+# Compilation takes seconds, and many times as long on a busy machine.
+_TIMEOUT_S = 1200
+
+
+class NativeBuildError(RuntimeError):
+    """Error if the kernels cannot be built or loaded; the message gives the reason."""
+
+
+def find_compiler() -> str:
+    """Return ``$CC``, or the first of gcc, cc and clang; ``NativeBuildError`` if there is none."""
+    configured = os.environ.get("CC")
+    for name in (configured,) if configured else ("gcc", "cc", "clang"):
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    raise NativeBuildError(
+        f"$CC is {configured!r}, which is no program"
+        if configured
+        else "there is no C compiler (gcc, cc, clang)"
+    )
+
+
+def compile_kernels() -> Path:
+    """Return the path of the shared library: the wheel's, or built if it is missing or damaged.
+
+    Raises:
+        NativeBuildError: there is no compiler, it failed (the message includes its output), or the
+            cache cannot be used.
+    """
+    features = _cpu_features()
+    # Those of a wheel are named by the features that they need; see setup.py.
+    needed = {each: set(each.stem.split("+")) for each in FOLDER.glob("*.so")}
+    built = [each for each, wanted in needed.items() if wanted <= set(features.split())]
+    if built:
+        return max(built, key=lambda each: len(needed[each]))
+    compiler = find_compiler()
+    source = b"".join(path.read_bytes() for path in SOURCES)
+    flags = FLAGS_FILE.read_text()
+    # -march=native depends on the machine, and home folders are shared between machines.
+    parts = (source, _FLAGS, flags, _run([compiler, "--version"]), features)
+    digest = hashlib.sha256(repr(parts).encode())
+    try:
+        cache = DiskCache(cache_root() / "native")
+        return cache.entry(digest.hexdigest(), partial(_build, compiler)) / _LIBRARY
+    except CacheFolderError as error:
+        raise NativeBuildError(str(error)) from error
+
+
+def _build(compiler: str, folder: Path) -> None:
+    sources = [str(source) for source in SOURCES if source.suffix == ".c"]
+    where = (f"-I{FOLDER}", "-pthread", "-shared", *sources, "-o", str(folder / _LIBRARY))
+    _run([compiler, *_FLAGS, *where])
+
+
+def _run(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeBuildError(f"{command[0]} did not run: {error}") from error
+    if done.returncode:
+        raise NativeBuildError(
+            f"{' '.join(command)} exited with {done.returncode}: {done.stderr.strip()[-500:]}"
+        )
+    return done.stdout
+
+
+def _cpu_features() -> str:
+    """Return the ``/proc/cpuinfo`` line of instruction sets, or else the machine's name."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text("utf-8", errors="replace").splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return f"{platform.machine()} {platform.processor()}"
+
 
 _SIGNATURES: dict[str, list[Any]] = {
     "omni_add_rms_norm": [c_void_p] * 4 + [c_int64] * 2 + [c_float, c_int],

@@ -320,17 +320,11 @@ class _Strict(BaseModel):
         return [key for key in keys if getattr(self, key) is not None]
 
 
-class VideoUrl(_Strict):
-    """The location of a video: a file, or a data URL (``data:video/mp4;base64,...``)."""
-
-    url: str = Field(min_length=1)
-
-
-class ImageUrl(_Strict):
-    """The location of an image, as in OpenAI's requests.
+class MediaUrl(_Strict):
+    """The location of an image or a video, as in OpenAI's requests.
 
     Attributes:
-        url: a file, or the image itself as a data URL (``data:image/png;base64,...``).
+        url: a file, or its content as a data URL (``data:image/png;base64,...``).
         detail: accepted and ignored: the checkpoint's processor decides the size.
     """
 
@@ -375,9 +369,9 @@ class ContentPart(_Strict):
 
     type: Literal["text", "image", "audio", "video", "image_url", "input_audio", "video_url"]
     text: str | None = None
-    image_url: Annotated[ImageUrl, _or_text(ImageUrl, "url", _WANTED_URL)] | None = None
+    image_url: Annotated[MediaUrl, _or_text(MediaUrl, "url", _WANTED_URL)] | None = None
     input_audio: InputAudio | None = None
-    video_url: Annotated[VideoUrl, _or_text(VideoUrl, "url", _WANTED_URL)] | None = None
+    video_url: Annotated[MediaUrl, _or_text(MediaUrl, "url", _WANTED_URL)] | None = None
 
     @property
     def modality(self) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.native.build import NativeBuildError, compile_kernels, find_compiler
+from engine.native.kernels import NativeBuildError, compile_kernels, find_compiler
 
 _WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 

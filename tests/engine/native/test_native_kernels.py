@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import shutil
@@ -21,7 +22,7 @@ import engine.native as native
 from engine import EngineConfig, LLMEngine
 from engine.layers import LayerOps, NativeLayerOps
 from engine.native import NativeBuildError, NativeKernels, PagedSpans, load_kernels
-from engine.native.build import PREBUILT, compile_kernels, find_compiler
+from engine.native.kernels import compile_kernels, find_compiler
 from tests.support.import_graph import ROOT
 from tests.support.native_kernels import needs_compiler, needs_kernels, run_pieces
 from tests.support.patience import PATIENCE_S
@@ -225,9 +226,7 @@ def test_spans_accept_empty_tables_and_refuse_unsupported_layouts():
 @pytest.fixture
 def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compile without optimization; tests of the build do not need fast kernels."""
-    flags = tuple("-O0" if flag == "-O3" else flag for flag in native.build._FLAGS)
-    assert flags != native.build._FLAGS
-    monkeypatch.setattr(native.build, "_FLAGS", flags)
+    monkeypatch.setattr(native.kernels, "_FLAGS", (*native.kernels._FLAGS, "-O0"))
 
 
 @needs_compiler
@@ -241,26 +240,28 @@ def test_a_library_is_built_once_and_again_when_the_source_changes(
     assert compile_kernels() == first
     assert first.stat().st_mtime_ns == built
     changed = tmp_path / "kernels.c"
-    changed.write_bytes(native.build.SOURCES[0].read_bytes() + b"\n")
-    monkeypatch.setattr(native.build, "SOURCES", (changed, *native.build.SOURCES[1:]))
+    changed.write_bytes(native.kernels.SOURCES[0].read_bytes() + b"\n")
+    monkeypatch.setattr(native.kernels, "SOURCES", (changed, *native.kernels.SOURCES[1:]))
     assert compile_kernels() != first
     assert len(list((tmp_path / "native").glob("*/kernels.so"))) == 2
 
 
 @needs_compiler
-@pytest.mark.usefixtures("quick_compiler")
 def test_libraries_of_a_wheel_need_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    native.build.prebuild_kernels(tmp_path)
-    assert {file.stem for file in tmp_path.iterdir()} == PREBUILT.keys()
-    monkeypatch.setattr(native.build, "FOLDER", tmp_path)
+    spec = importlib.util.spec_from_file_location("setup", ROOT / "setup.py")
+    assert spec is not None and spec.loader is not None
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    setup.build_kernels(tmp_path, "-O0")
+    monkeypatch.setattr(native.kernels, "FOLDER", tmp_path)
     monkeypatch.setenv("CC", "no-such-cc")
-    own = set(native.build._cpu_features().split())
-    fitting = [name for name, (_, features) in PREBUILT.items() if features <= own]
-    for name in fitting:
-        assert NativeKernels(tmp_path / f"{name}.so").has_linear
+    own = set(native.kernels._cpu_features().split())
+    fitting = [each for each in tmp_path.iterdir() if set(each.stem.split("+")) <= own]
+    for library in fitting:
+        assert NativeKernels(library).has_linear
     if fitting:
-        assert compile_kernels() == tmp_path / f"{fitting[0]}.so"
-    monkeypatch.setattr(native.build, "_cpu_features", lambda: "sse2")
+        assert compile_kernels() == max(fitting, key=lambda each: each.stem.count("+"))
+    monkeypatch.setattr(native.kernels, "_cpu_features", lambda: "sse2")
     with pytest.raises(NativeBuildError, match="is no program"):
         compile_kernels()
 
