@@ -98,8 +98,8 @@ class StructuredOutput(Settings):
                 if (multiple := _common_multiple(self.json_schema)) > _MAX_MULTIPLE:
                     raise PlacedError(
                         (name,),
-                        f"its values of multipleOf have the least common multiple {multiple}, "
-                        f"without decimal points; at most {_MAX_MULTIPLE} is taken",
+                        f"its values of multipleOf, without decimal points, have the common "
+                        f"multiple {multiple}; at most {_MAX_MULTIPLE} is taken",
                     )
                 if number > _MAX_OPTIONAL_PROPERTIES:
                     raise PlacedError(

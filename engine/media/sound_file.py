@@ -235,25 +235,15 @@ def read_sound(
             return samples, int(sound.samplerate)
 
 
-def check_sound(source: MediaSource) -> None:
-    """Read only the header of a sound; ``ValueError`` if it cannot be read."""
-    if _is_container(source):
-        stated_seconds(source)
-        return
-    with source.open() as file:
-        header = _read_header(file, source.name)
-        if header is None or header.num_bytes is not None:
-            with _open(file, source.name):
-                pass
-
-
 def stated_duration(source: MediaSource) -> float | None:
     """Return a sound's stated duration in seconds, or None; ``ValueError`` if unreadable."""
     if _is_container(source):
         return stated_seconds(source)
-    with source.open() as file, _open(file, source.name) as sound:
-        known = 0 < sound.frames < _UNKNOWN_FRAMES
-        return sound.frames / sound.samplerate if known else None
+    with source.open() as file:
+        _read_header(file, source.name)
+        with _open(file, source.name) as sound:
+            known = 0 < sound.frames < _UNKNOWN_FRAMES
+            return sound.frames / sound.samplerate if known else None
 
 
 def _is_container(source: MediaSource) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from engine.models.base import CausalModel, ModelSettings
 from engine.models.checked_loading import LoadTargets, load_checked
 from engine.requests.encoder_input import EncoderInput, EncoderView
 
+OptionalScheme: TypeAlias = QuantizationScheme | None
 ModelT = TypeVar("ModelT", bound=PreTrainedModel)
 
 
@@ -88,11 +89,7 @@ class QuantizedLinear(Linear):
     """A linear layer, named ``name``, that replaces a plain one of transformers' module."""
 
     def __init__(
-        self,
-        name: str,
-        plain: nn.Linear,
-        settings: ModelSettings,
-        scheme: QuantizationScheme | None,
+        self, name: str, plain: nn.Linear, settings: ModelSettings, scheme: OptionalScheme
     ) -> None:
         shape = plain.in_features, {name: plain.out_features}
         super().__init__(*shape, bias=plain.bias is not None, **settings.tensor_options)
@@ -113,11 +110,7 @@ def module_targets(module: nn.Module, prefix: str) -> Iterator[tuple[str, Target
 
 
 def quantize_layers(
-    module: nn.Module,
-    scheme: QuantizationScheme | None,
-    settings: ModelSettings,
-    *,
-    is_loaded: bool,
+    module: nn.Module, scheme: OptionalScheme, settings: ModelSettings, *, is_loaded: bool
 ) -> None:
     """Replace the linear layers of a module; those of a loaded one keep their weights."""
     for name, layer in list(module.named_modules()):

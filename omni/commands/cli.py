@@ -7,6 +7,7 @@ for torch.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -177,9 +178,7 @@ def convert(options: ConvertOptions) -> bool:
 @command(app, ListOptions, name="list")
 def list_names(options: ListOptions) -> bool:
     """List names that a YAML file can use: pipelines, models, architectures, transforms, kinds."""
-    from omni.commands.names import described_names
-
-    typer.echo("\n\n".join(described_names(options.what)))
+    typer.echo("\n\n".join(_described_names(options.what)))
     return True
 
 
@@ -296,3 +295,51 @@ def _writer(
         RunRecord.of(pipeline, digest, num_requests),
         Existing.OVERWRITE if options.overwrite else existing,
     )
+
+
+_HEADINGS = {
+    "pipelines": "Pipelines, for omni run NAME:",
+    "models": "Seeded models, small and random, for model: NAME:",
+    "kinds": "Kinds of stages, for kind: NAME:",
+    "transforms": "Transforms, for inputs: {transform: NAME}:",
+    "architectures": "Architectures of checkpoints, as config.json names them:",
+}
+
+
+def _described_names(what: str | None = None) -> Iterator[str]:
+    """Yield a block of text for each kind of name, or only for the kind ``what``."""
+    for sort, heading in _HEADINGS.items():
+        if what in (sort, None):
+            yield "\n".join([heading, *(f"  {line}" for line in _lines_of(sort))])
+
+
+def _lines_of(sort: str) -> Iterable[str]:
+    match sort:
+        case "pipelines":
+            from omni.pipelines.config_file import shipped_configs
+            from omni.pipelines.pipeline_config import PipelineConfig
+
+            names = shipped_configs()
+            width = max(map(len, names))
+            for name in names:
+                yield f"{name.ljust(width)}  {PipelineConfig.load(name).description or ''}".rstrip()
+        case "models":
+            from omni.seeded.checkpoints import SEEDED_MODELS, SEEDED_PREFIX
+
+            yield from (SEEDED_PREFIX + name for name in SEEDED_MODELS)
+        case "kinds":
+            from stages.stage_config import stage_kind_names
+
+            yield from stage_kind_names()
+        case "transforms":
+            from stages import registered_transforms
+
+            yield from registered_transforms()
+            yield "and your own: package.module:function"
+        case "architectures":
+            from engine.models.registry import FAMILIES
+
+            FAMILIES.load_entry_points()
+            yield from FAMILIES.architectures()
+            yield from FAMILIES.architectures(makes_sound=True)
+            yield "and, for stages of kind encoder, text encoders of transformers such as BertModel"

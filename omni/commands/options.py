@@ -165,10 +165,10 @@ def _check_file(modality: str, file: Path) -> None:
     """Check the first bytes of a file; the engine checks its duration and size."""
     from engine.media.image_file import check_image
     from engine.media.media_source import MediaSource
-    from engine.media.sound_file import check_sound
+    from engine.media.sound_file import stated_duration
     from engine.media.video_file import check_video
 
-    check = {"audio": check_sound, "image": check_image, "video": check_video}[modality]
+    check = {"audio": stated_duration, "image": check_image, "video": check_video}[modality]
     check(MediaSource(file, f"--{modality}:", sys.maxsize))
 
 

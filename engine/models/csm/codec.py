@@ -17,7 +17,6 @@ transformers' ``mimi``.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
 from math import prod
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
@@ -91,10 +90,8 @@ class MimiEncoder(nn.Module, FeatureTaker):
         self.sampling_rate = int(config.sampling_rate)
         self.samples_per_frame = samples_per_frame(config)
         # In a shorter type, other codes of similar distance might be selected.
-        settings = replace(
-            settings, dtype=torch.float32, encoder_quantization=None, stored_dtype=None
-        )
-        self.module = build_empty(without("decoder", MimiModel), config, settings)
+        plain = ModelSettings(torch.float32, settings.device, 1, 1)
+        self.module = build_empty(without("decoder", MimiModel), config, plain)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         """Yield checkpoint names under ``prefix``, each with the tensor to load it into."""

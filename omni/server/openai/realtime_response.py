@@ -369,8 +369,7 @@ def plan_response(pipeline: Pipeline, options: ResponseOptions, place: str) -> R
             fields["n"] = 1  # overrides the stage's own value
         sampling = merge_sampling(pipeline, writer, fields, options.stages or {}, names)
     except ApiError as error:
-        param = error.param and f"{place}.{newer_name(error.param)}"
-        raise error.renamed(param) from error.__cause__
+        raise error.renamed(lambda name: f"{place}.{newer_name(name)}") from error.__cause__
     if writer in sampling and sampling[writer].n != 1:
         at = f"{place}.stages.{writer}.n"
         raise ApiError.bad_field(at, "a conversation goes on in one way only")

@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, Response
 from engine.interface.outputs import OutputDelta
 from engine.interface.placed_error import PlacedError
 from engine.interface.settings import explain_validation_error
+from omni.requests.request_line import text_or
 from omni.server.openai.answers import Usage, usage_of
 from omni.server.openai.chat import Chat
 from omni.server.openai.chat_request import (
@@ -72,18 +73,15 @@ class ContentPart(ApiModel):
         return {"type": "text", "text": self.text}
 
 
-_Content = (
+_Content = Annotated[
     Annotated[str, Tag("text")]
     | Annotated[
         list[Annotated[ContentPart, BeforeValidator(refusal_as_text)]],
         Field(min_length=1),
         Tag("list"),
-    ]
-)
-
-
-def _form_of_content(value: Any) -> str:
-    return "text" if isinstance(value, str) else "list"
+    ],
+    text_or("list", (list, tuple), "text or a list of parts"),
+]
 
 
 def _to_chat_content(content: str | Sequence[ContentPart]) -> str | list[dict[str, Any]]:
@@ -101,7 +99,7 @@ class MessageItem(_Item):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[_Content, Discriminator(_form_of_content)]
+    content: _Content
 
 
 class CallItem(_Item):
@@ -118,7 +116,7 @@ class CallOutputItem(_Item):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: Annotated[_Content, Discriminator(_form_of_content)]
+    output: _Content
 
 
 class ReasoningItem(ApiModel):
@@ -268,7 +266,7 @@ class ResponsesRequest(SampledRequest):
     model: str
     input: Annotated[
         Annotated[str, Tag("text")] | Annotated[list[_Input], Field(min_length=1), Tag("list")],
-        Discriminator(_form_of_content),
+        text_or("list", (list, tuple), "text or a list of items"),
     ]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -401,7 +399,7 @@ class Responses(Chat):
         try:
             super().__init__(request, body.chat(earlier))
         except ApiError as error:
-            raise error.renamed(error.param and newer_name(error.param)) from error.__cause__
+            raise error.renamed(newer_name) from error.__cause__
         if self._n != 1:
             raise ApiError.bad_request("a response is one completion; set n of the stage to 1")
         self._request = body

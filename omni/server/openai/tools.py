@@ -194,10 +194,10 @@ def call_grammar(tools: Sequence[FunctionTool], *, several: bool) -> str:
     for call, tool in zip(calls, tools, strict=True):
         function = tool.function
         begin = f'{{"name": {json.dumps(function.name)}, "arguments": '
-        schema = function.parameters or {"additionalProperties": False}
-        if schema.setdefault("type", "object") != "object":
-            message = f"the parameters of {function.name!r}: must be of type object"
-            raise ApiError.bad_field("tools", f"{message}, got {schema['type']!r:.80}")
+        schema = {"type": "object", **(function.parameters or {"additionalProperties": False})}
+        if (kind := schema["type"]) != "object":
+            message = f"the parameters of {function.name!r}: must be of type object, got {kind!r}"
+            raise ApiError.bad_field("tools", message)
         try:
             StructuredOutput(json_schema=json.dumps(schema))
         except ValueError as error:
@@ -332,7 +332,7 @@ def _json_calls(text: str, names: frozenset[str], *, may_be_cut: bool) -> list[F
 
     If the list may be cut off, return its complete calls.
     """
-    text = text[_match_end(_MARKERS, text, 0) :]
+    text = _MARKERS.sub("", text, count=1)
     if may_be_cut:
         text = text.removeprefix("[").removesuffix("]")
     values: list[Any] = []
@@ -344,7 +344,8 @@ def _json_calls(text: str, names: frozenset[str], *, may_be_cut: bool) -> list[F
             start = named.end() if named is not None else position
             value, position = decoder.raw_decode(text, start)
             values.append(value if named is None else {"name": named[1], "arguments": value})
-            position = _match_end(_MARKERS, text, position)
+            between = _MARKERS.match(text, position)
+            position = between.end() if between is not None else position
     except (ValueError, RecursionError):
         if not may_be_cut:
             return None
@@ -389,11 +390,6 @@ def _call_of(value: Any, names: frozenset[str] | None) -> FunctionCall | None:
 
 def _call(name: str, arguments: Mapping[str, Any]) -> FunctionCall:
     return FunctionCall(name=name, arguments=json.dumps(arguments, ensure_ascii=False))
-
-
-def _match_end(pattern: re.Pattern[str], text: str, position: int) -> int:
-    found = pattern.match(text, position)
-    return found.end() if found is not None else position
 
 
 def _refuse_constant(name: str) -> None:

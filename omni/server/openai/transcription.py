@@ -176,10 +176,6 @@ class TranscriptionRequest(ApiModel):
     without_effect: ClassVar = frozenset(("user", "request_id", "keywords", "languages"))
     not_supported: ClassVar = {
         "known_speaker_names": Unsupported("no model here tells speakers apart"),
-        "known_speaker_references": Unsupported("no model here tells speakers apart"),
-        "max_completion_tokens": Unsupported("set max_tokens of the stage in its pipeline"),
-        "hotwords": Unsupported("put them into the prompt"),
-        "to_language": Unsupported("/v1/audio/translations translates into English"),
         "include": Unsupported("segments of verbose_json have their avg_logprob"),
     }
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from typing import Any
 
@@ -74,12 +74,12 @@ class ApiError(Exception):
         """Create an error without the cause, which may be confidential and is only logged."""
         return cls(HTTPStatus.INTERNAL_SERVER_ERROR, "the server made a mistake; see its log")
 
-    def renamed(self, param: str | None) -> ApiError:
+    def renamed(self, rename: Callable[[str], str]) -> ApiError:
         """Return this error with the path of the field in the format of the client."""
-        if param is not None and self.param is not None:
-            if self.message.startswith(self.param):
-                self.message = param + self.message.removeprefix(self.param)
-            self.param = param
+        if self.param is not None:
+            before, self.param = self.param, rename(self.param)
+            if self.message.startswith(before):
+                self.message = self.param + self.message.removeprefix(before)
         return self
 
     @property

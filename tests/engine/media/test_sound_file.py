@@ -25,7 +25,6 @@ from engine.media.media_source import MediaSource
 from engine.media.sound_file import (
     LongestSound,
     SampleReader,
-    check_sound,
     read_sound,
     stated_duration,
 )
@@ -172,7 +171,6 @@ def test_recordings_of_phones_and_browsers_are_read(kind: str, tmp_path: Path) -
     path = tmp_path / "recording"
     path.write_bytes(content)
     source = MediaSource(path, "audio", 2**20)
-    check_sound(source)
     found, own_rate = read_sound(source, longest=LongestSound(2.0), rate=16_000)
     assert own_rate == rate and len(found) == pytest.approx(16_000, abs=2000)
     # Codecs add some milliseconds before the sound: compare where both are alike.
