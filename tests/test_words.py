@@ -12,7 +12,6 @@ _OPENAI = "an object of OpenAI's requests, as a line of a file and as the server
 TWICE: Mapping[str, str] = {
     "ChatMessage": _OPENAI,
     "ContentPart": _OPENAI,
-    "ImageUrl": _OPENAI,
     "InputAudio": _OPENAI,
 }
 """Names that two classes have, with the reason why the meaning is the same."""

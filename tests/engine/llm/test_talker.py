@@ -406,7 +406,10 @@ def test_codes_are_those_of_each_token_and_key_its_blocks(talker: Talker) -> Non
     [
         ({"prompt_ids": ()}, "prompt_ids must be 11"),
         ({"prompt_ids": (5,) * 11}, "no assistant's turn"),
-        ({"prompt_ids": (*(5,) * 7, START, ASSISTANT, NEWLINE, 5)}, "begin 3 tokens behind"),
+        (
+            {"prompt_ids": (*(5,) * 7, START, ASSISTANT, NEWLINE, 5)},
+            r"turn \(3 tokens\), but ends with 4",
+        ),
         ({"speaker": "Ethna"}, "did you mean 'Ethan'"),
         ({"prompt_rows": torch.zeros(0, 64), "prompt_ids": ()}, "prompt is empty"),
     ],
