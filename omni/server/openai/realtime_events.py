@@ -211,17 +211,18 @@ class ItemPart(ApiModel):
     without_effect: ClassVar = frozenset(("transcript", "detail"))
     not_supported: ClassVar = {"file_id": Unsupported("the server stores no files; send a URL")}
 
-    type: Literal["input_text", "input_audio", "input_image", "output_text", "text"]
+    type: Literal["input_text", "input_audio", "input_image", "output_text"]
     text: str | None = None
     audio: str | None = Field(default=None, min_length=1)
     image_url: str | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _read_audio_as_text(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("type") in ("output_audio", "audio"):
+    def _read_as_text(cls, data: Any) -> Any:
+        kind = data.get("type") if isinstance(data, dict) else None
+        if kind in ("output_audio", "audio"):
             return {"type": "output_text", "text": data.get("transcript")}
-        return data
+        return data | {"type": "output_text"} if kind == "text" else data
 
     @model_validator(mode="after")
     def _check_named_field(self) -> ItemPart:

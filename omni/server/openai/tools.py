@@ -286,9 +286,12 @@ class ToolCallParser:
                 self._held = self._held.lstrip()
                 self._follows_call = not self._held
             before, tag, rest = self._held.partition(_OPEN)
-            inside, end, after = rest.partition(_CLOSE)
-            if not tag or not (end or is_last):
+            whole = _INSIDE.match(rest)
+            if not tag or not (whole or is_last):
                 break
+            inside, end, after = rest.partition(_CLOSE)
+            if whole is not None:
+                inside, after = whole[1], rest[whole.end() :]
             call = _call_of(_parse_json(inside), None)
             if call is None:
                 words += before + tag + inside + end
@@ -314,6 +317,8 @@ class ToolCallParser:
 
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+# The end of a call may also be text in a JSON string.
+_INSIDE = re.compile(rf'((?:[^"]|"(?:[^"\\]|\\.)*")*?){_CLOSE}', re.DOTALL)
 _MARKERS = re.compile(r"[\s;,]*(?:<\|python_tag\|>|\[TOOL_CALLS\])?\s*")
 _NAMED = re.compile(r"\s*([A-Za-z0-9_.-]+)(?:\[ARGS\])?(?=\{)")
 

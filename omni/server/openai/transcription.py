@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
 import zlib
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from msgspec import Struct
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,7 +29,7 @@ from engine import (
 from engine.interface.placed_error import PlacedError
 from engine.interface.settings import explain_validation_error
 from engine.media.media_source import MediaSource
-from omni.server.openai.answers import as_event, as_json
+from omni.server.openai.answers import TokenCount, as_event, as_json
 from omni.server.openai.chat_request import merge_sampling
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
@@ -166,6 +167,10 @@ _LANGUAGE = re.compile(r"<\|([a-z]{2,3})\|>")
 """Language token in prompts of speech models; their other special tokens are longer."""
 
 
+def _strategy_type(value: Any) -> Any:
+    return json.loads(value).get("type") if str(value).startswith("{") else value
+
+
 class TranscriptionRequest(ApiModel):
     """The fields of a form besides its file; without ``language`` the model detects it.
 
@@ -173,8 +178,13 @@ class TranscriptionRequest(ApiModel):
     options of ``TranscriptionOptions`` have their own names; several temperatures may be given.
     """
 
-    without_effect: ClassVar = frozenset(("user", "request_id", "keywords", "languages"))
+    # A stream always ends with its usage.
+    without_effect: ClassVar = frozenset(
+        ("user", "request_id", "keywords", "languages", "hotwords", "stream_include_usage",
+         "stream_continuous_usage_stats")
+    )  # fmt: skip
     not_supported: ClassVar = {
+        "to_language": Unsupported("translations are into English", ("en", "english")),
         "known_speaker_names": Unsupported("no model here tells speakers apart"),
         "include": Unsupported("segments of verbose_json have their avg_logprob"),
     }
@@ -196,9 +206,12 @@ class TranscriptionRequest(ApiModel):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
+    max_completion_tokens: int | None = None
     stream: bool = False
     vad: bool | None = None
-    chunking_strategy: Literal["auto", "server_vad"] | None = None
+    chunking_strategy: Annotated[
+        Literal["auto", "server_vad"] | None, BeforeValidator(_strategy_type)
+    ] = None
 
     @model_validator(mode="after")
     def _check_format(self) -> TranscriptionRequest:
@@ -313,6 +326,8 @@ class Transcription(PipelineResponse):
             sampling["max_repeats"] = _MAX_REPEATS
         if body.temperature is not None:
             sampling["temperature"] = body.temperature[0]
+        if body.max_completion_tokens is not None:
+            sampling["max_tokens"] = body.max_completion_tokens
         if body.response_format == "verbose_json":
             sampling["logprobs"] = 0
         prompt = AudioPrompt(
@@ -326,7 +341,9 @@ class Transcription(PipelineResponse):
         )
         self._request = self.client.request(
             ExplicitEncoderDecoderPrompt(prompt),
-            merge_sampling(self.stages, self._stage, sampling, {}, {}),
+            merge_sampling(
+                self.stages, self._stage, sampling, {}, {"max_tokens": "max_completion_tokens"}
+            ),
         )
 
     async def whole(self) -> Response:
@@ -354,15 +371,23 @@ class Transcription(PipelineResponse):
 
     async def pieces(self) -> AsyncIterator[bytes]:
         """Yield the text as events, as it is generated."""
-        text, reader = "", _WordReader()
+        text, reader, count = "", _WordReader(), TokenCount()
         async with self.stream([self._request], [self._stage]) as stream:
             async for update in stream.updates():
                 delta = update.of(self._stage)
+                if delta is not None:
+                    count.add(delta)
                 said = (delta.text or "") if delta is not None else ""
                 text += (words := reader.read(said, is_last=update.is_last))
                 if words:
                     yield as_event({"type": "transcript.text.delta", "delta": words})
-        yield as_event({"type": "transcript.text.done", "text": text}) + DONE
+        usage = {
+            "type": "tokens",
+            "input_tokens": count.prompt,
+            "output_tokens": sum(count.written.values()),
+            "total_tokens": count.prompt + sum(count.written.values()),
+        }
+        yield as_event({"type": "transcript.text.done", "text": text, "usage": usage}) + DONE
 
     async def _verbose(
         self, output: StageOutput, source: MediaSource, duration: float | None

@@ -67,9 +67,12 @@ class Talk:
 
     def text(self, text: str, role: str = "user") -> None:
         kind = "output_text" if role == "assistant" else "input_text"
-        item = {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+        # Older clients write answers as parts of type text.
+        sent = "text" if role == "assistant" else kind
+        item = {"type": "message", "role": role, "content": [{"type": sent, "text": text}]}
         self.say("conversation.item.create", item=item)
-        self.until("conversation.item.done")
+        added = self.until("conversation.item.done")[-1]["item"]
+        assert added["content"] == [{"type": kind, "text": text}]
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import zlib
 from collections.abc import Iterator
@@ -88,6 +89,7 @@ def test_segments_have_confidence_figures(hearing: LiveServer, client: Any):
         {"chunking_strategy": "auto"},
         {"chunking_strategy": finely},
         {"extra_body": {"vad": "true"}},
+        {"extra_body": {"chunking_strategy": json.dumps(finely)}},
     ):
         assert client.audio.transcriptions.create(**asked(**wish)).text == ""
 
@@ -125,6 +127,12 @@ def test_a_transcription_is_streamed(client: Any):
     assert {each.type for each in deltas} == {"transcript.text.delta"}
     assert "".join(each.delta for each in deltas) == whole.text == done.text
     assert done.type == "transcript.text.done" and len(deltas) > 1
+    assert done.usage.total_tokens == done.usage.input_tokens + done.usage.output_tokens
+    assert done.usage.output_tokens >= len(deltas)
+    cut = create(**asked(extra_body={"max_completion_tokens": 3, "hotwords": "tide"}))
+    assert len(cut.text) < len(whole.text)
+    with pytest.raises(openai.BadRequestError, match="to_language: not supported"):
+        create(**asked(extra_body={"to_language": "fr"}))
     with pytest.raises(openai.BadRequestError, match="goes with json and text, not with srt"):
         create(**asked(stream=True, response_format="srt"))
 
