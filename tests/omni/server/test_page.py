@@ -302,7 +302,7 @@ def test_a_key_is_asked_for_where_one_is_wanted(checkpoint_cache: object, browse
         page.wait_for("document.querySelectorAll('#locked:not([hidden])').length")
         page.run("$('key').value = 'one'; $('key').dispatchEvent(new Event('change')); 0")
         page.wait_for("document.querySelectorAll('.stage').length == 2")
-        assert page.run("$('status').textContent") == "ready"
+        page.wait_for("$('status').textContent == 'ready'")
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason=NO_BROWSER)
