@@ -243,9 +243,11 @@ class LayerOps:
 
     Attributes:
         deterministic: True if a row's result is bit-identical whatever other rows there are.
+        has_tiles: True if products in bfloat16 use a processor's tiles (AMX).
     """
 
     deterministic = False
+    has_tiles = False
 
     def pack_weight(self, weight: Tensor) -> PackedWeight:
         """Pack a weight ``(out, in)``; float32 on a CPU gets oneDNN's layout for decode steps."""
@@ -331,6 +333,8 @@ class NativeLayerOps(LayerOps):
     def __init__(self, kernels: NativeKernels, *, deterministic: bool = False) -> None:
         self._kernels = kernels
         self.deterministic = deterministic
+        # Sums in tiles depend on the number of rows.
+        self.has_tiles = kernels.has_tiles and not deterministic
 
     def pack_weight(self, weight: Tensor) -> PackedWeight:
         """See :class:`LayerOps`; widths that the kernel does not support use oneDNN."""
@@ -396,7 +400,7 @@ class NativeLayerOps(LayerOps):
 
     def _pack_codes(self, packed: PackedCodes) -> PackedWeight:
         nbytes = packed.codes.nbytes + packed.factors.nbytes
-        multiply = partial(self._kernels.quantized, packed, in_tiles=not self.deterministic)
+        multiply = partial(self._kernels.quantized, packed, in_tiles=self.has_tiles)
         return PackedWeight(multiply, nbytes, packed.shape[0])
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -10,7 +10,14 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import SCHEMES, QuantizationScheme, Target
@@ -123,6 +130,29 @@ def quantize_layers(
             module.set_submodule(name, quantized)
 
 
+_TILE_ATTENTION = "omni_bfloat16_tiles"
+
+
+def _attend_in_tiles(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute transformers' ``sdpa`` attention in bfloat16, for which torch uses AMX tiles."""
+    if attention_mask is not None and attention_mask.is_floating_point():
+        attention_mask = attention_mask.bfloat16()
+    half = query.bfloat16(), key.bfloat16(), value.bfloat16()
+    output, _ = sdpa_attention_forward(module, *half, attention_mask, **options)
+    return output.to(query.dtype), None
+
+
+AttentionInterface.register(_TILE_ATTENTION, _attend_in_tiles)
+AttentionMaskInterface.register(_TILE_ATTENTION, sdpa_mask)
+
+
 def build_empty(
     make: Callable[[Any], ModelT], config: PreTrainedConfig, settings: ModelSettings
 ) -> ModelT:
@@ -142,7 +172,8 @@ def make_unplaced(make: Callable[[Any], ModelT], config: PreTrainedConfig) -> Mo
 def place(module: ModelT, settings: ModelSettings) -> ModelT:
     """Allocate a meta module on the settings' device, which may be ``meta`` again.
 
-    Its linear layers are held as ``encoder_quantization`` or else ``stored_dtype`` says.
+    Its linear layers are held as ``encoder_quantization`` or else ``stored_dtype`` says. With the
+    latter, attention is computed in bfloat16 as well where the processor has tiles for it.
     """
     for parameter in module.parameters():
         parameter.data = parameter.data.to(settings.dtype)
@@ -157,6 +188,9 @@ def place(module: ModelT, settings: ModelSettings) -> ModelT:
         # After initialize_weights, which writes to some layers by name. Until something is written
         # to them, the replaced weights take no memory on a CPU.
         quantize_layers(module, scheme, settings, is_loaded=False)
+    in_tiles = settings.stored_dtype == torch.bfloat16 and settings.ops.has_tiles
+    if in_tiles and module.config._attn_implementation == "sdpa":
+        module.set_attn_implementation(_TILE_ATTENTION)
     module.requires_grad_(False).eval()
     return module
 

@@ -14,12 +14,18 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForImageTextToText
+from transformers import (
+    AutoModel,
+    AutoModelForImageTextToText,
+    CLIPTextConfig,
+    CLIPTextModel,
+)
 
 from engine.checkpoints.checkpoint import Checkpoint
 from engine.checkpoints.quantized_weight import SCHEMES
+from engine.layers.layer_ops import LayerOps, PackedWeight
 from engine.models.base import CausalModel, ModelSettings
-from engine.models.encoder_module import EncoderDecoderModel, QuantizedLinear
+from engine.models.encoder_module import EncoderDecoderModel, QuantizedLinear, build_empty
 from engine.models.mllama.mllama import MllamaModel
 from engine.models.model_loader import find_family, load_model
 from engine.models.multimodal import MultiModalModel
@@ -210,6 +216,39 @@ def test_a_layer_of_a_tower_is_quantized_as_it_is_loaded(form: str, bias: bool):
     expected = F.linear(x, scheme.quantize(plain.weight.data).dequantize(), plain.bias)
     torch.testing.assert_close(layer(x), expected, rtol=5e-3, atol=5e-3)
     assert layer.weight is None and plain.weight.nbytes / 9 < layer.nbytes < plain.weight.nbytes / 2
+
+
+class PlainOps(LayerOps):
+    def pack_weight(self, weight: Tensor) -> PackedWeight:
+        return super().pack_weight(weight.float())
+
+
+class TileOps(PlainOps):
+    has_tiles = True
+
+
+def test_a_bfloat16_tower_attends_in_tiles_where_there_are_some():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
+    config = CLIPTextConfig(**sizes, bos_token_id=0, eos_token_id=8)
+    outputs, mask = [], torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    for ops in PlainOps(), TileOps():
+        settings = ModelSettings(
+            torch.float32, torch.device("cpu"), 4, 96, ops, stored_dtype=torch.bfloat16
+        )
+        tower = build_empty(CLIPTextModel, config, settings)
+        assert (tower.config._attn_implementation == "sdpa") != ops.has_tiles
+        generator = torch.Generator().manual_seed(0)
+        for layer in tower.modules():
+            if isinstance(layer, QuantizedLinear):
+                for _, target in layer.targets(""):
+                    target.copy_(torch.randn(target.shape, generator=generator))
+        for parameter in tower.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+        ids = torch.arange(10).view(2, 5) % 9
+        outputs.append(tower(ids, attention_mask=mask).last_hidden_state[mask])
+    expected, tiled = outputs
+    error = float((tiled - expected).norm() / expected.norm())
+    assert 0 < error < 0.02
 
 
 @pytest.mark.parametrize("quantization", [None, "int8"])
