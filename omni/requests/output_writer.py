@@ -23,7 +23,7 @@ from dataclasses import asdict
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Literal, Self
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -132,10 +132,6 @@ class OutputFolder:
 JOURNAL = "outputs.partial.jsonl"
 
 
-_LineSpan: TypeAlias = tuple[int, int]
-"""Position of a line in the journal: its first byte, and its length with the newline."""
-
-
 class _Journal:
     """Append-only file of lines; incomplete lines are removed.
 
@@ -148,19 +144,18 @@ class _Journal:
         self._descriptor = os.open(self._name, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         self._end = os.fstat(self._descriptor).st_size
 
-    def lines(self) -> Iterator[tuple[_LineSpan, bytes]]:
-        """Yield every complete line and its position; then truncate an incomplete last line."""
-        start = 0
+    def lines(self) -> Iterator[bytes]:
+        """Yield every complete line; then truncate an incomplete last line."""
+        self._end = 0
         with open(self._descriptor, "rb", closefd=False) as file:
             file.seek(0)
             for line in file:
                 if line.endswith(b"\n"):
-                    yield (start, len(line)), line
-                    start += len(line)
-        os.ftruncate(self._descriptor, start)
-        self._end = start
+                    yield line
+                    self._end += len(line)
+        os.ftruncate(self._descriptor, self._end)
 
-    def append(self, line: bytes) -> _LineSpan:
+    def append(self, line: bytes) -> None:
         """Append a line, which ends in a newline, completely or not at all."""
         rest = memoryview(line)
         try:
@@ -171,14 +166,7 @@ class _Journal:
             if isinstance(error, OSError):
                 raise OSError(error.errno, error.strerror, self._name) from error
             raise
-        place = self._end, len(line)
         self._end += len(line)
-        return place
-
-    def line_at(self, place: _LineSpan) -> bytes:
-        """Read back a line that was read or appended."""
-        start, length = place
-        return os.pread(self._descriptor, length, start)
 
     def close(self) -> None:
         """Close the file."""
@@ -359,11 +347,6 @@ class Existing(Enum):
     OVERWRITE = "overwrite"
 
 
-class _Done(NamedTuple):
-    place: _LineSpan | None
-    failed: bool
-
-
 class OutputWriter:
     """Writes each request's output as soon as it is finished, and all of them in order at the end.
 
@@ -396,7 +379,7 @@ class OutputWriter:
         self._folder = OutputFolder(directory)
         self._final_output = final_output
         self._journal: _Journal | None = None
-        self._done: dict[int, _Done] = {}
+        self._done: dict[int, bool] = {}  # by position: true if it failed
         self._finished = False
         try:
             self._open_existing(existing)
@@ -412,7 +395,7 @@ class OutputWriter:
     @property
     def num_failed(self) -> int:
         """Number of done requests with an error."""
-        return sum(done.failed for done in self._done.values())
+        return sum(self._done.values())
 
     @property
     def location(self) -> Path:
@@ -439,9 +422,9 @@ class OutputWriter:
             raise ValueError(f"position {position} of {self._record.num_requests} requests")
         journal = self._ensure_journal()
         line = {"position": position} | self._write_files(output)
-        place = journal.append(_encoded(line))
+        journal.append(_encoded(line))
         error: str | None = line["error"]
-        self._done[position] = _Done(place, error is not None)
+        self._done[position] = error is not None
         return error
 
     def finish(self) -> None:
@@ -555,19 +538,19 @@ class OutputWriter:
 
     def _resume(self) -> None:
         self._journal = _Journal(self._folder)
-        for number, (place, content) in enumerate(self._journal.lines(), start=1):
+        for number, content in enumerate(self._journal.lines(), start=1):
             line = self._parsed(content, JOURNAL, number)
             position = line.pop("position", None)
             if not isinstance(position, int) or not 0 <= position < self._record.num_requests:
                 raise self._damaged(JOURNAL, number)
             if all(self._folder.contains(file) for file in _files_of(line)):
-                self._done[position] = _Done(place, line["error"] is not None)
+                self._done[position] = line["error"] is not None
 
     def _load_finished(self) -> None:
         lines = (self._folder.path / OUTPUTS).read_bytes().splitlines(keepends=True)
         for number, content in enumerate(lines, start=1):
             line = self._parsed(content, OUTPUTS, number)
-            self._done[number - 1] = _Done(None, line["error"] is not None)
+            self._done[number - 1] = line["error"] is not None
         if len(lines) != self._record.num_requests:
             raise self._damaged(OUTPUTS, len(lines))
         self._finished = True
@@ -602,12 +585,14 @@ class OutputWriter:
 
     def _write_ordered(self, file: Path) -> None:
         assert self._journal is not None
+        # The last line of a position is the valid one: the files of earlier ones were missing.
+        lines = [b""] * self._record.num_requests
+        for content in self._journal.lines():
+            line = json.loads(content)
+            position = line.pop("position")
+            lines[position] = _encoded(line)
         with open(file, "wb") as ordered:
-            for _, done in sorted(self._done.items()):
-                assert done.place is not None
-                line = json.loads(self._journal.line_at(done.place))
-                del line["position"]
-                ordered.write(_encoded(line))
+            ordered.writelines(lines)
             ordered.flush()
             os.fsync(ordered.fileno())
 
