@@ -116,3 +116,9 @@ def qwen2_checkpoint(seeded: Callable[[str], str]) -> str:
 def bert_checkpoint(seeded: Callable[[str], str]) -> str:
     """A tiny BERT with a pooler and a WordPiece tokenizer."""
     return seeded("bert")
+
+
+@pytest.fixture
+def unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are loaded with plain weights, without a layout for products on a CPU."""
+    monkeypatch.setattr("engine.models.model_loader.can_pack", lambda *_: False)

@@ -36,8 +36,6 @@ class ModelSettings:
         ops: computes norms, gates and rotations.
         decoder_config_of: maps the config of a plain decoder inside another model to the function
             that reads it; raises ``ValueError`` if no family declares such a decoder.
-        pack_weights: if true, hold weights in the CPU library's own layout, which is faster for
-            batches and equal up to rounding; None: if possible.
         quantization: how weights of linear layers are quantized on load; None: not quantized.
         encoder_quantization: likewise for the linear layers of encoders and towers.
         stored_dtype: type of unquantized weights of linear layers (of encoders and towers, too), of
@@ -51,7 +49,6 @@ class ModelSettings:
     max_model_len: int
     ops: LayerOps = field(default_factory=LayerOps)
     decoder_config_of: Callable[[PreTrainedConfig], Callable[[PreTrainedConfig], Any]] = _no_decoder
-    pack_weights: bool | None = None
     quantization: Literal["int8", "int4"] | None = None
     encoder_quantization: Literal["int8", "int4"] | None = None
     stored_dtype: torch.dtype | None = None

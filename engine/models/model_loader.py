@@ -97,12 +97,6 @@ def load_model(
     """
     build = find_family(checkpoint).build
     assert build is not None
-    packable = can_pack(settings.device, settings.dtype)
-    if settings.pack_weights and not packable:
-        raise ValueError(
-            f"weights are packed for float32 on a CPU only, not {settings.dtype} on "
-            f"{settings.device}"
-        )
     settings = replace(settings, decoder_config_of=FAMILIES.decoder_config_of)
     # Without kernels that multiply codes, dequantized weights are faster.
     has_kernels = isinstance(settings.ops, NativeLayerOps) and settings.dtype == torch.float32
@@ -128,8 +122,7 @@ def load_model(
     else:
         targets_of = partial(_targets, checkpoint)
         model = load_checked(checkpoint, settings.device, build_on, targets_of, check)
-    pack = packable if settings.pack_weights is None else settings.pack_weights
-    model.finish_loading(pack_weights=pack)
+    model.finish_loading(pack_weights=can_pack(settings.device, settings.dtype))
     return model.eval()
 
 

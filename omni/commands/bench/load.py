@@ -196,13 +196,7 @@ car carry change city close country cut day different door earth eat enough even
 family father find first follow food form friend garden girl give good green group hand hard have
 head hear help high home house idea important island keep kind know land large last learn leave
 letter life light line list little long look make many mean might money more most mother mountain
-much music must name near need never new next night number often old once open other over page
-paper part people picture place plant play point read really right river road room run same say
-school sea second see sentence set ship short show side small some song soon sound spell stand
-start state still stop story street study such summer table take talk tell than that there thing
-think time together took town tree try turn under until use very wait walk want warm watch water
-way week well went what where which white whole why will wind window winter with without word work
-world would write year young
+much music must name near need never new next night number often old
 """
 _WORDS = _TEXT.split()
 

@@ -37,7 +37,7 @@ from tests.support.gguf_files import random_blocks, tiny_gguf, write_gguf
 from tests.support.greedy_reference import GreedyReference, assert_greedy, assert_near
 from tests.support.packed_checkpoints import PACKED, write_packed
 
-SETTINGS = ModelSettings(torch.float32, torch.device("cpu"), 4, 64, pack_weights=False)
+SETTINGS = ModelSettings(torch.float32, torch.device("cpu"), 4, 64)
 PROMPT = list(range(30, 75))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
@@ -90,6 +90,7 @@ def test_a_packed_checkpoint_has_the_values_of_the_plain_one(
     assert_same_answer(packed, plain)
 
 
+@pytest.mark.usefixtures("unpacked")
 def test_plain_parts_load_with_a_quantized_thinker(tmp_path: Path):
     """Published quantized omni checkpoints have a talker and a vocoder in plain weights."""
     source = build_qwen2_5_omni(tmp_path / "source")

@@ -66,8 +66,6 @@ def test_a_model_is_loaded_in_the_type_that_is_asked_for(tmp_path: Path):
     model = load(folder, dtype=torch.bfloat16)
     assert model.embed(torch.tensor([1])).dtype == torch.bfloat16
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    with pytest.raises(ValueError, match=r"packed for float32 on a CPU only, not torch.bfloat16"):
-        load(folder, dtype=torch.bfloat16, pack_weights=True)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text"])
@@ -287,11 +285,12 @@ def test_towers_keep_the_frequencies_of_their_own_type(tmp_path: Path):
 @pytest.mark.parametrize(
     "name", ["qwen2", "jamba", "bamba", *(each for each in BUILDERS if "over" not in each)]
 )
+@pytest.mark.usefixtures("unpacked")
 def test_weights_are_counted_once_and_with_the_tower(name: str, tmp_path: Path):
     folder = BUILDERS[name](tmp_path) if name in BUILDERS else build(tmp_path, name)
     checkpoint = Checkpoint.open(folder)
     stored = sum(tensor.nbytes for _, tensor in checkpoint.weights())
-    assert load(folder, pack_weights=False).weight_nbytes == stored
+    assert load(folder).weight_nbytes == stored
     if name in BUILDERS:
         assert find_family(checkpoint).max_positions(checkpoint.config) == 1024, "the text part's"
 
@@ -398,6 +397,7 @@ def test_every_layer_keeps_its_own_tokens_or_the_encoders(name: str, seeded: Cal
 
 
 @pytest.mark.parametrize("name", [name for name in PAIRS if name != "whisper"])
+@pytest.mark.usefixtures("unpacked")
 def test_weights_are_held_once(name: str, seeded: Callable[[str], str]):
     """Also the embedding, which encoder, decoder and head share.
 
@@ -405,7 +405,7 @@ def test_weights_are_held_once(name: str, seeded: Callable[[str], str]):
     """
     reference = EncoderDecoderReference(seeded(name))
     stored = {tensor.data_ptr(): tensor.nbytes for tensor in reference.model.state_dict().values()}
-    assert load_pair(seeded(name), pack_weights=False).weight_nbytes == sum(stored.values())
+    assert load_pair(seeded(name)).weight_nbytes == sum(stored.values())
 
 
 def test_limits_are_those_of_the_config(seeded: Callable[[str], str]):

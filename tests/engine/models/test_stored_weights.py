@@ -68,7 +68,7 @@ NAMES = [
     *("bart", "t5", "whisper", "mllama", "llava", "qwen2_5_vl"),
 ]
 MODELS = [*((name, None) for name in NAMES), *((OMNI, p) for p in ("thinker", "code2wav"))]
-SETTINGS = ModelSettings(torch.float32, torch.device("cpu"), 4, 64, pack_weights=False)
+SETTINGS = ModelSettings(torch.float32, torch.device("cpu"), 4, 64)
 
 
 def load(folder: str | Path, part: str | None) -> Mapping[str, Tensor]:
