@@ -34,7 +34,6 @@ from engine.resources.device import (
     require_finite,
     resolve_device,
     resolve_dtype,
-    warn_if_slow,
 )
 from engine.resources.memory_plan import MemoryPlan, resolve_num_blocks
 from engine.text.tokenizer import load_tokenizer, max_prompt_chars
@@ -360,7 +359,6 @@ class EncoderEngine(Engine[EncoderOutput]):
         # Raises if the weight files are invalid, before they are loaded.
         checkpoint.weight_files  # noqa: B018
         device = resolve_device(config.device)
-        warn_if_slow(config.dtype, device)
         dtype = resolve_dtype(config.dtype, getattr(checkpoint.config, "dtype", None), device)
         self.config = config
         self._model = EncoderModel(

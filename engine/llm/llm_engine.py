@@ -42,7 +42,7 @@ from engine.models.model_loader import (
 )
 from engine.native import load_kernels
 from engine.requests.request import RequestGroup, RequestStatus
-from engine.resources.device import keep_freed_memory, resolve_device, resolve_dtype, warn_if_slow
+from engine.resources.device import keep_freed_memory, resolve_device, resolve_dtype
 from engine.resources.memory_plan import MemoryPlan, ModelNeeds, plan_memory, step_bytes
 from engine.scheduling.request_queues import EncoderCacheManager
 from engine.scheduling.scheduler import Scheduler, SchedulerOutput
@@ -429,7 +429,6 @@ class LLMEngine(Engine[RequestOutput]):
         check_names("output_names", output_names, or_none=True)
         self.config = config
         choices = Choices.of(config)
-        warn_if_slow(config.dtype, choices.device)
         followers = self._followers = _start_followers(config, choices)
         shards = WHOLE if followers is None else followers.shards
         choices, model = load_configured(config, choices, shards)

@@ -15,8 +15,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.interface.log_fields import package_logger
-
 _ALIGNMENT = 16  # bytes, of each array packed into one copy
 
 
@@ -103,9 +101,6 @@ def keep_freed_memory() -> None:
         mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
 
 
-logger = package_logger(__name__)
-
-
 def resolve_device(name: str) -> torch.device:
     """Return a device by name; ``auto`` prefers CUDA. ``ValueError`` if it is not available."""
     if name == "auto":
@@ -137,19 +132,3 @@ def resolve_dtype(
     if device.type == "cpu" or checkpoint_dtype is None:
         return torch.float32
     return checkpoint_dtype
-
-
-@cache
-def warn_if_slow(dtype_name: str, device: torch.device) -> None:
-    """Warn once per process about a dtype that torch multiplies more slowly than float32."""
-    suffix = {"bfloat16": "bf16", "float16": "fp16"}.get(dtype_name)
-    if suffix is None or device.type != "cpu":
-        return
-    # Such as avx512_bf16 and amx_bf16; older versions of torch do not report them.
-    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    if capabilities and not any(capabilities[x] for x in capabilities if x.endswith(suffix)):
-        logger.warning(
-            "dtype %s: this CPU has no instructions for it; what torch computes, such as towers "
-            "and text encoders, is slower with it than with float32, which dtype: auto takes",
-            dtype_name,
-        )

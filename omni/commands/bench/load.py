@@ -194,9 +194,6 @@ _TEXT = """
 about above across again air animal answer around back because before began below book both bring
 car carry change city close country cut day different door earth eat enough evening example eye
 family father find first follow food form friend garden girl give good green group hand hard have
-head hear help high home house idea important island keep kind know land large last learn leave
-letter life light line list little long look make many mean might money more most mother mountain
-much music must name near need never new next night number often old
 """
 _WORDS = _TEXT.split()
 

@@ -30,11 +30,11 @@ from engine.interface.placed_error import PlacedError
 from engine.interface.settings import explain_validation_error
 from engine.media.media_source import MediaSource
 from omni.server.openai.answers import TokenCount, as_event, as_json
-from omni.server.openai.chat_request import merge_sampling
+from omni.server.openai.chat_request import SampledRequest, merge_sampling
 from omni.server.serving.api_error import ApiError
 from omni.server.serving.client import Client
 from omni.server.serving.pipeline_server import ServedPipeline
-from omni.server.serving.request_body import ApiModel, Unsupported
+from omni.server.serving.request_body import Unsupported
 from omni.server.serving.response_stream import DONE, PipelineResponse, ResponseStream
 from stages import StageOutput
 
@@ -171,7 +171,7 @@ def _strategy_type(value: Any) -> Any:
     return json.loads(value).get("type") if str(value).startswith("{") else value
 
 
-class TranscriptionRequest(ApiModel):
+class TranscriptionRequest(SampledRequest):
     """The fields of a form besides its file; without ``language`` the model detects it.
 
     ``vad`` skips audio without speech; OpenAI's name for that is ``chunking_strategy: auto``. The
@@ -193,19 +193,12 @@ class TranscriptionRequest(ApiModel):
     language: str | None = Field(default=None, min_length=1)
     response_format: Literal["json", "text", "verbose_json", "srt", "vtt"] = "json"
     timestamp_granularities: tuple[Literal["word", "segment"], ...] = ("segment",)
-    temperature: tuple[float, ...] | None = None
+    temperature: tuple[float, ...] | None = None  # type: ignore[assignment]
     compression_ratio_threshold: float | None = None
     logprob_threshold: float | None = None
     no_speech_threshold: float | None = None
     condition_on_prev_tokens: bool | None = None
     prompt: str | None = None
-    seed: int | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     max_completion_tokens: int | None = None
     stream: bool = False
     vad: bool | None = None
@@ -323,7 +316,7 @@ class Transcription(PipelineResponse):
         own = self.stages.stages[self._stage].sampling
         sampling: dict[str, Any] = body.model_dump(include=_SAMPLING_FIELDS, exclude_none=True)
         if own is not None and own.max_repeats is None:
-            sampling["max_repeats"] = _MAX_REPEATS
+            sampling.setdefault("max_repeats", _MAX_REPEATS)
         if body.temperature is not None:
             sampling["temperature"] = body.temperature[0]
         if body.max_completion_tokens is not None:
@@ -339,11 +332,10 @@ class Transcription(PipelineResponse):
             vad=True if body.chunking_strategy is not None else body.vad,
             transcription=body.options,
         )
+        names = {"max_tokens": "max_completion_tokens"}
+        merged = merge_sampling(self.stages, self._stage, sampling, body.stages, names)
         self._request = self.client.request(
-            ExplicitEncoderDecoderPrompt(prompt),
-            merge_sampling(
-                self.stages, self._stage, sampling, {}, {"max_tokens": "max_completion_tokens"}
-            ),
+            ExplicitEncoderDecoderPrompt(prompt), merged, **body.scheduling
         )
 
     async def whole(self) -> Response:

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from engine.interface import cpu_threads
 from engine.interface.cpu_threads import available_cores, cpu_quota
-from engine.resources.device import on_device, resolve_device, resolve_dtype, warn_if_slow
+from engine.resources.device import on_device, resolve_device, resolve_dtype
 from tests.support.three_engines import KINDS, build_engine
 
 
@@ -42,23 +42,10 @@ def test_an_unsupported_device_is_refused(name: str) -> None:
         resolve_device(name)
 
 
-@pytest.mark.parametrize("has", [False, True])
-def test_a_half_type_on_a_cpu_without_its_instructions_warns_once(
-    has: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
+def test_auto_is_float32_on_a_cpu():
     cpu = torch.device("cpu")
-    capabilities = {"avx512_bf16": has, "amx_bf16": False, "avx512_f": True}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
-    warn_if_slow.cache_clear()
     assert resolve_dtype("auto", torch.bfloat16, cpu) is torch.float32
     assert resolve_dtype("bfloat16", torch.float32, cpu) is torch.bfloat16
-    for dtype in ("auto", "float32"):
-        warn_if_slow(dtype, cpu)
-    assert not caplog.records
-    for _ in range(2):
-        warn_if_slow("bfloat16", cpu)
-    assert [each.levelname for each in caplog.records] == [] if has else ["WARNING"]
-    warn_if_slow.cache_clear()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -131,6 +131,8 @@ def test_a_transcription_is_streamed(client: Any):
     assert done.usage.output_tokens >= len(deltas)
     cut = create(**asked(extra_body={"max_completion_tokens": 3, "hotwords": "tide"}))
     assert len(cut.text) < len(whole.text)
+    body = {"priority": "1", "max_repeats": "2", "repetition_penalty": "1.5"}
+    assert create(**asked(extra_body=body)).text != whole.text
     with pytest.raises(openai.BadRequestError, match="to_language: not supported"):
         create(**asked(extra_body={"to_language": "fr"}))
     with pytest.raises(openai.BadRequestError, match="goes with json and text, not with srt"):
