@@ -1,7 +1,7 @@
 """Word error rate of Whisper on real recordings, compared with faster-whisper on equal weights.
 
     python -m benchmarks.speech_recognition FOLDER --recordings WAVS [--noise 20 10 0] [--threads 2]
-        --faster-whisper CT2_FOLDER --python ../faster-whisper/bin/python
+        [--rounds 3] --faster-whisper CT2_FOLDER --python ../faster-whisper/bin/python
 
 FOLDER contains the weights as transformers' checkpoint, CT2_FOLDER as CTranslate2's. WAVS contains
 files ``ID.wav``, mono, and ``transcription`` with lines ``<s> words </s> (ID)``, as in Debian's
@@ -10,7 +10,8 @@ and with white noise at the given decibels below it; and also the concatenation 
 pauses of 1.5 s. Temperature fallback and thresholds are those of faster-whisper, greedy at first
 (its beam of 5 is set to 1, since transformers' rules have none), in float32 or what --engine and
 --compute-type say. faster-whisper needs a separate environment, with soundfile; it runs in another
-process. Both texts are normalized by transformers' English normalizer, and words are compared.
+process. Both texts are normalized by transformers' English normalizer, and words are compared;
+times are medians of --rounds, alternating, after one round to warm up.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ def main() -> None:
     parser.add_argument("--recordings", type=Path, required=True)
     parser.add_argument("--noise", type=float, nargs="*", default=())
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--faster-whisper", required=True)
     parser.add_argument("--python", required=True)
     parser.add_argument("--engine", type=json.loads, default={"dtype": "float32"})
@@ -119,29 +121,34 @@ def main() -> None:
     other.stdin.write(json.dumps(settings) + "\n")
     normalize = EnglishTextNormalizer({})
     table = Table("recording", "seconds", "words", "errors: ours", "theirs", "time: ours / theirs")
-    totals = np.zeros(5)
+    totals = np.zeros(6)
+    file = Path(tempfile.gettempdir()) / f"recording-{os.getpid()}.wav"
     for name, (samples, words) in recordings(given.recordings, given.noise).items():
-        file = Path(tempfile.gettempdir()) / f"recording-{os.getpid()}.wav"
         soundfile.write(file, samples, RATE, "FLOAT")
-        started = time.perf_counter()
-        prompt = AudioPrompt(file, language="en", timestamps=True, transcription=OPTIONS)
-        (output,) = engine.generate(prompt, SamplingParams(temperature=0.0))
-        ours_s = time.perf_counter() - started
-        ours = re.sub(r"<\|[0-9.]+\|>", " ", output.outputs[0].text)
-        other.stdin.write(f"{file}\n")
-        other.stdin.flush()
-        theirs, theirs_s = json.loads(other.stdout.readline())
-        file.unlink()
+        times = []
+        for number in range(given.rounds + 1):  # the first one warms up both sides
+            started = time.perf_counter()
+            prompt = AudioPrompt(file, language="en", timestamps=True, transcription=OPTIONS)
+            (output,) = engine.generate(prompt, SamplingParams(temperature=0.0))
+            ours_s = time.perf_counter() - started
+            ours = re.sub(r"<\|[0-9.]+\|>", " ", output.outputs[0].text)
+            other.stdin.write(f"{file}\n")
+            other.stdin.flush()
+            theirs, theirs_s = json.loads(other.stdout.readline())
+            times += [(ours_s, theirs_s)] if number else []
+        ours_s, theirs_s = np.median(times, axis=0).tolist()
         expected = normalize(words).split()
         wrong = [errors(expected, normalize(text).split()) for text in (ours, theirs)]
         seconds = len(samples) / RATE
         row = [f"{seconds:.1f}", len(expected), *wrong, f"{ours_s / theirs_s:.2f}"]
         table.add_row(name, *map(str, row))
         if name != "all as one":
-            totals += [seconds, len(expected), *wrong, ours_s / theirs_s]
+            totals += [seconds, len(expected), *wrong, ours_s, theirs_s]
         print(f"{name}\n  ours   {ours.strip()}\n  theirs {theirs.strip()}")
     rates = [f"{count / totals[1]:.1%}" for count in totals[2:4]]
-    table.add_row("each alone", f"{totals[0]:.1f}", f"{totals[1]:.0f}", *rates, "")
+    ratio = f"{totals[4] / totals[5]:.2f}"
+    table.add_row("each alone", f"{totals[0]:.1f}", f"{totals[1]:.0f}", *rates, ratio)
+    file.unlink()
     other.stdin.close()
     other.wait()
     Console().print(table)
