@@ -86,19 +86,6 @@ def test_a_request_may_have_its_own_sampling_and_embeddings(config: EngineConfig
     assert outputs["embeds"].tensors["hidden_states"].shape == (8, stage.hidden_size)
 
 
-def test_a_request_that_cannot_run_is_refused_and_leaves_nothing(config: EngineConfig) -> None:
-    stage = AutoregressiveStage("s", config)
-    with pytest.raises(ValueError, match="65"):
-        stage.add_request(StageRequest("r", TokensPrompt((1,) * 65)))
-    assert not stage.has_unfinished_requests
-    stage.add_request(StageRequest("r", PROMPT))
-    stage.step()
-    stage.abort("r")
-    stage.abort("unknown")
-    assert not stage.has_unfinished_requests
-    stage.check_integrity()
-
-
 def test_a_stage_closes_only_an_engine_that_it_built(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,16 +113,6 @@ def test_the_stage_describes_itself_and_loads_only_its_weights(
     assert line == f"weights        {format_bytes(sum(own))} (float32 on cpu)"
 
 
-def test_aborted_and_closed_stages_are_empty(stage: GeneratorStage) -> None:
-    for request_id in "ab":
-        stage.add_request(StageRequest(request_id, CodecPrompt((1,), is_last=False)))
-    stage.abort("a")
-    stage.abort("unknown")
-    assert stage.has_unfinished_requests
-    stage.close()
-    assert not stage.has_unfinished_requests
-
-
 def test_the_only_final_output_is_audio(folder: str) -> None:
     config = GeneratorConfig(model=folder, part="code2wav", device="cpu")
     with pytest.raises(ValueError, match=r"cannot be \['text'\]; what the stage makes is audio"):

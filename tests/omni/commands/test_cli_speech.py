@@ -281,30 +281,6 @@ def test_a_video_by_flag_equals_a_video_by_line(clip: Path, tmp_path: Path) -> N
     assert line["stages"]["thinker"]["token_ids"] == ids
 
 
-DEAF = ("model=seeded:qwen2_5_vl", "engine.max_model_len=512", "engine.num_blocks=64")
-
-
-def test_a_video_without_sound_by_flag_equals_one_by_line(clip: Path, tmp_path: Path) -> None:
-    text = {"type": "text", "text": "What is it?"}
-    own = [{"type": "video_url", "video_url": {"url": "clip.mp4"}}, text]
-    said = [{"role": "user", "content": [{"type": "video"}, text]}]
-    requests = write_requests(
-        tmp_path,
-        {"request_id": "listed", "messages": said, "videos": ["clip.mp4"]},
-        {"request_id": "own", "messages": [{"role": "user", "content": own}]},
-        {"request_id": "blind", "messages": [{"role": "user", "content": [text]}]},
-    )
-    run = ["run", "qwen2_5_vl", "-q", "--max-tokens", "6"]
-    run += [flag for change in DEAF for flag in ("--set", f"stages.describer.{change}")]
-    texts: list[str] = []
-    for shown in (["-i", requests], ["--chat", "What is it?", "--video", clip]):
-        folder = tmp_path / f"out{len(texts)}"
-        omni(*run, *shown, "-o", folder, status=0)
-        texts += [each["describer"]["text"] for each in stages(folder)]
-    listed, own_text, blind, flagged = texts
-    assert listed == own_text == flagged != blind
-
-
 def test_videos_are_in_the_order_of_their_parts(clip: Path, tmp_path: Path) -> None:
     url = "data:video/webm;base64,AAAA"
     content = [{"type": "video"}, {"type": "video_url", "video_url": url}, {"type": "video"}]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import json
 import os
@@ -139,37 +138,6 @@ def test_without_a_folder_texts_are_printed_as_they_finish(
     assert shown == ["=== line-3", "=== line-7", "=== line-5", "=== line-2"]
     assert "line-3: error: " in result.stderr
     assert "interrupted: 4 of 7 requests are done, and stand above" in result.stderr
-
-
-@pytest.mark.parametrize("fails", [1, 2, 5])
-def test_a_full_disk_prints_the_progress_and_is_resumed(
-    fails: int, requests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    out = tmp_path / "out"
-    real, lines = os.write, 0
-
-    def write(descriptor: int, data: Any) -> int:
-        nonlocal lines
-        if not bytes(data).startswith(b'{"position"'):
-            return real(descriptor, data)
-        lines += 1
-        if lines < fails:
-            return real(descriptor, data)
-        real(descriptor, bytes(data)[:5])
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    command = ("run", "two_step", "-i", requests, "-o", out)
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "write", write)
-        result = omni(*command)
-    assert result.exit_code == 1
-    assert f"outputs.partial.jsonl: No space left on device; {fails - 1} of 7" in result.stderr
-    content = (out / "outputs.partial.jsonl").read_bytes()
-    assert (content.count(b"\n") == fails - 1 and b"\n" in content[-1:]) or not content
-    assert omni(*command, "--resume").exit_code == 1
-    disturbed = (out / "outputs.jsonl").read_bytes()
-    omni(*command, "--overwrite")
-    assert (out / "outputs.jsonl").read_bytes() == disturbed
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="limits of files are POSIX's")

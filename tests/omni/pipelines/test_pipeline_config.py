@@ -269,25 +269,6 @@ def test_a_mistake_in_a_flag_names_the_flag_and_others_their_line(tmp_path: Path
         assert any(line.startswith(place + key) for line in reported), reported
 
 
-def test_a_transform_of_ones_own_is_found_by_module_and_function(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "my_own_transforms.py").write_text(
-        "def upper(context):\n    return context.sources[0].text.upper()\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    config = PipelineConfig.load(
-        write(tmp_path, TWO_STAGES),
-        {"stages.reader.inputs.transform": "my_own_transforms:upper"},
-    )
-    assert config.stages["reader"].inputs is not None
-    message = error_of(
-        write(tmp_path, TWO_STAGES),
-        {"stages.reader.inputs.transform": "my_own_transforms:lower"},
-    )
-    assert "has no 'lower'" in message
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -588,18 +588,6 @@ def two_stages(seeded: Callable[[str], str]) -> Iterator[Omni]:
         yield made
 
 
-def test_without_a_hit_nothing_was_proven(seeded: Callable[[str], str]) -> None:
-    engine = EngineConfig(model=seeded("qwen2"), num_blocks=32, block_size=16, max_model_len=64)
-    greedy = SamplingParams(temperature=0.0, max_tokens=4)
-    less_than_a_block = OmniRequest(TokensPrompt((7, 8)))
-    with Omni(Pipeline([AutoregressiveStage("writer", engine, sampling=greedy)])) as proving:
-        report = verify(proving, less_than_a_block)
-    assert report.equal and not report.failures and not report.has_hits
-    assert report.lines()[0].startswith("NOTHING WAS PROVEN: no request used anything that was")
-    reported = [line for line in report.lines() if line.startswith("stage ")]
-    assert all(line.endswith("nothing was proven of this stage") for line in reported)
-
-
 def test_a_stage_without_hits_is_reported_next_to_one_with_hits(proving: Omni) -> None:
     report = verify(proving, PROVING)
     assert report.has_hits

@@ -44,13 +44,6 @@ def takes_two(context: TransformContext, other: int) -> Prompt:
     return TokensPrompt((other,))
 
 
-async def is_async(context: TransformContext) -> Prompt:
-    return TokensPrompt((1,))
-
-
-NOT_A_FUNCTION = 3
-
-
 def test_hidden_states_are_concatenated_in_the_order_of_the_sources() -> None:
     first, second = torch.rand(2, 4), torch.rand(3, 4)
     transform = resolve_transform("hidden_states_as_prompt_embeds")
@@ -110,11 +103,7 @@ def test_a_custom_function_is_found_by_module_and_name_or_passed_directly() -> N
         ("text_as_promt", "unknown transform 'text_as_promt'; did you mean 'text_as_prompt'?"),
         ("no_such_package.module:function", "module 'no_such_package.module' cannot be imported"),
         (f"{__name__}:custm", "has no 'custm'; did you mean 'custom'?"),
-        (":function", "must have the form"),
-        ("module:", "must have the form"),
         (f"{__name__}:takes_two", "must take exactly one argument, a TransformContext"),
-        (f"{__name__}:is_async", "coroutine"),
-        (f"{__name__}:NOT_A_FUNCTION", "is a int, not a function"),
         (takes_two, "must take exactly one argument"),
     ],
 )
