@@ -42,13 +42,18 @@ def last_outputs(
     return [last[text] for text in prompts]
 
 
-def streamed(omni: Omni, prompts: Sequence[str]) -> list[OmniOutput]:
+def streamed(
+    omni: Omni, prompts: Sequence[str], at_first_sound: Callable[[], object] = lambda: None
+) -> list[OmniOutput]:
     """Return the last outputs of spoken prompts; their pieces of sound add up to the whole."""
     heard: dict[str, list[torch.Tensor]] = {}
     last: dict[str, OmniOutput] = {}
     for output in omni.stream([OmniRequest(text, text) for text in prompts]):
+        assert output.error is None, output.error
         piece = output.stages.get("code2wav")
         if piece is not None and piece.audio_delta is not None:
+            if not heard:
+                at_first_sound()
             heard.setdefault(output.request_id, []).append(piece.audio_delta.samples)
         if output.finished:
             last[output.request_id] = output

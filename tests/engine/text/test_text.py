@@ -225,12 +225,6 @@ def test_stops_at_the_same_token_as_transformers(text: str, stop):
     assert (count if reason is FinishReason.STOP else None) == expected
 
 
-def test_the_stop_string_completed_first_within_a_token_wins():
-    assert len(token_ids("the")) == 1
-    assert run(completion(("the", "h")), token_ids("the"))[2] == "t"
-    assert run(completion(("the", "he")), token_ids("the"))[2] == ""
-
-
 def test_a_complete_stop_string_before_min_tokens_is_not_held_back():
     text = completion(stop=("do", "xxxx"), min_tokens=9)
     for token_id in single_bytes("do"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -149,41 +148,6 @@ def test_stages_already_built_are_closed_if_a_later_one_fails(
     with pytest.raises(ValueError, match="stage 'second': no memory"):
         Pipeline.from_config(_config({"second": second}))
     assert [stage.closed for stage in built] == [True]
-
-
-def test_a_config_becomes_its_stages(seeded: Callable[[str], str]) -> None:
-    engine = {"num_blocks": 8, "block_size": 4, "max_model_len": 16, "max_num_batched_tokens": 32}
-    config = PipelineConfig.model_validate(
-        {
-            "name": "p",
-            "stages": {
-                "writer": {
-                    "kind": "autoregressive",
-                    "model": seeded("qwen2"),
-                    "engine": engine,
-                    "sampling": {"max_tokens": 3},
-                    "outputs": ["hidden_states"],
-                },
-                "reader": {
-                    "kind": "encoder",
-                    "model": seeded("bert"),
-                    "engine": engine,
-                    "pooling": "mean",
-                    "inputs": {"from": "writer", "transform": EMBEDS},
-                    "outputs": ["pooled"],
-                    "final_output": "tensors",
-                },
-            },
-        }
-    )
-    pipeline = Pipeline.from_config(config)
-    writer, reader = pipeline.stages.values()
-    assert (writer.name, writer.sampling) == ("writer", SamplingParams(max_tokens=3))
-    assert (writer.outputs, writer.final_output) == (("hidden_states",), ())
-    assert (reader.outputs, reader.final_output) == (("pooled",), ("tensors",))
-    assert reader.inputs is not None
-    assert reader.inputs.sources == ("writer",)
-    pipeline.close()
 
 
 @given(st.data())

@@ -99,17 +99,6 @@ def test_a_bias_is_read_from_a_file_and_a_flag_and_written_again(tmp_path: Path)
         PipelineConfig.load(write(tmp_path, text.replace('"5"', "5")))
 
 
-def test_engine_config_joins_model_and_settings(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoint"
-    checkpoint.mkdir()
-    (checkpoint / "config.json").write_text("{}")
-    config = PipelineConfig.load(
-        write(tmp_path, TWO_STAGES), {"stages.writer.model": "./checkpoint"}
-    )
-    engine = stage_of(config, "writer").engine_config()
-    assert engine == EngineConfig(model=str(checkpoint), block_size=4)
-
-
 # The setting, the location of the mistake, and the suggested fix.
 MISTAKES = rows("""
 descripton=x | descripton: unknown key | 'description'

@@ -226,18 +226,14 @@ encoder_prompt, audio, images must be given, got none
 {"prompt": "a", "prompt_token_ids": [1]} | got prompt and prompt_token_ids
 {"prompt": 3} | prompt: should be text or a list of chat messages, got 3
 {"prompt": []} | prompt: must not be empty
-{"prompt": [{"content": "x"}]} | prompt[0].role: missing
 {"prompt": [{"role": "user", "contents": "x"}]} | prompt[0].contents: unknown key; did you mean \
 'content'?
 {"prompt_token_ids": []} | prompt_token_ids: must not be empty
 {"prompt_token_ids": [1, -1]} | prompt_token_ids[1]
-{"prompt_token_ids": [1.5]} | prompt_token_ids[0]
 {"images": ["a.png"], "prompt_embeds": "x.safetensors"} | images: not supported yet beside \
 prompt_embeds
 {"prompt": [{"role": "user", "content": [{"type": "text"}]}]} | prompt[0].content[0]: a part of \
 type text has a text, and no other part has
-{"prompt": [{"role": "user", "content": [{"type": "smell"}]}]} | prompt[0].content[0].type: \
-should be 'text', 'image', 'audio', 'video', 'image_url', 'input_audio' or 'video_url', got 'smell'
 {"audio": ["a.wav"], "prompt_embeds": "x.safetensors"} | audio: not supported yet beside \
 prompt_embeds
 {"audio": ["a.wav", {"file": "b.wav", "task": "translate"}], "prompt": "x"} | audio[1].task: is \

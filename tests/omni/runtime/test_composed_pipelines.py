@@ -142,18 +142,12 @@ def of_a_class_of_its_own(name: str) -> Stage:
     return Loud(name, engine_config("seeded:qwen2"))
 
 
-def behind_a_lambda(name: str) -> Stage:
-    inputs = StageInputs(("first",), lambda context: TextPrompt(context.request_id))
-    return AutoregressiveStage(name, engine_config("seeded:qwen2"), inputs=inputs)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (of_an_engine, "given an engine that exists, .* give it the EngineConfig"),
         (of_arguments, "a FakeStage that was made of arguments .* have its StageConfig build it"),
         (of_a_class_of_its_own, r"a Loud that was made of arguments .* override configuration\(\)"),
-        (behind_a_lambda, "a lambda has no name"),
     ],
 )
 def test_what_no_worker_can_build_is_reported_before_anything_is_closed(

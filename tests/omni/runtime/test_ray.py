@@ -10,7 +10,6 @@ from queue import Queue
 import msgspec
 import pytest
 import ray
-import torch
 
 from engine.interface.log_fields import LogFields
 from omni import Omni, OmniOutput, OmniRequest, verify
@@ -24,19 +23,19 @@ from tests.support.fake_speech_kind import fake_speech
 from tests.support.patience import PATIENCE_S, wait_for
 from tests.support.ray_cluster import SessionCluster
 from tests.support.remote_stages import pids_of
-from tests.support.same_outputs import assert_same
+from tests.support.same_outputs import assert_same, streamed
 from tests.support.settled_stages import check_integrity
 from tests.support.speech_pipeline import PROMPTS as SAID
 from tests.support.speech_pipeline import text_and_sound, whole
 
 PROMPTS = ["A quick brown fox", "A quick brown dog", "A quick brown fox jumps", "Hello"]
 ROWS = {"stages.writer.final_output": ["text", "tensors"]}
-Spoken = dict[str, tuple[str | None, list[float]]]
+Spoken = list[tuple[str | None, list[float]]]
 
 
 @pytest.fixture(scope="module")
 def speeches() -> Spoken:
-    return {request_id: text_and_sound(output) for request_id, output in whole().items()}
+    return list(map(text_and_sound, whole().values()))
 
 
 @pytest.fixture(scope="module")
@@ -126,22 +125,7 @@ def test_streamed_speech_is_that_of_one_process(speaking: Omni, speeches: Spoken
 
 
 def spoken(omni: Omni, at_first_sound: Callable[[], object] = lambda: None) -> Spoken:
-    """Return the final output, and check that its pieces are sent once."""
-    heard: dict[str, list[torch.Tensor]] = {}
-    last: dict[str, OmniOutput] = {}
-    requests = [OmniRequest(prompt, request_id) for request_id, prompt in SAID.items()]
-    for output in omni.stream(requests):
-        assert output.error is None, output.error
-        piece = output.stages.get("code2wav")
-        if piece is not None and piece.audio_delta is not None:
-            if not heard:
-                at_first_sound()
-            heard.setdefault(output.request_id, []).append(piece.audio_delta.samples)
-        if output.finished:
-            last[output.request_id] = output
-    for request_id, output in last.items():
-        assert torch.cat(heard[request_id]).tolist() == text_and_sound(output)[1]
-    return {request_id: text_and_sound(output) for request_id, output in last.items()}
+    return list(map(text_and_sound, streamed(omni, [*SAID.values()], at_first_sound)))
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from prefix_cache.layer_types.coordinator import KVCacheCoordinator
 from tests.support.tiny_kv_cache import (
     GROUP_MIXES,
     hashes_of,
-    held_block,
     mixed_config,
     tiny_config,
 )
@@ -72,44 +71,6 @@ def run(manager: KVCacheManager, request_id: str, token_ids, salt=None, **rows: 
 
 def find(manager: KVCacheManager, token_ids, salt=None) -> CachedPrefix:
     return manager.find_cached_prefix(hashes_of(token_ids, BLOCK_SIZE, salt), len(token_ids))
-
-
-def test_a_prefix_that_another_request_is_computing_is_in_flight():
-    manager = new_manager(num_blocks=12)
-    hashes = hashes_of(PROMPT, BLOCK_SIZE)
-    admit(manager, "a", PROMPT)
-    assert find(manager, PROMPT).in_flight
-    assert not find(manager, [*PROMPT[:3], 0, *PROMPT[4:]]).in_flight, "another prompt"
-    assert not find(manager, PROMPT[:4]).in_flight, "its only full block holds its last token"
-    manager.publish("a", hashes, 4)
-    assert find(manager, PROMPT) == CachedPrefix(
-        ((held_block(manager.pool, 1),),), num_tokens=4, in_flight=True
-    )
-    manager.publish("a", hashes, 8)
-    assert not find(manager, PROMPT).in_flight, "the request must compute the third block itself"
-    assert find(manager, [*PROMPT, 1]).in_flight
-    manager.free("a")
-    assert not find(manager, [*PROMPT, 1]).in_flight and not manager.pending.counts
-
-
-def test_rows_of_a_recycled_block_never_leak_into_a_hit():
-    # A writes k in a block; B reuses the block without writing k; C must get neither A's k nor a
-    # hit without k.
-    manager = new_manager(num_blocks=4)
-    (a, b) = PROMPT, list(range(200, 212))
-    assert run(manager, "A", a, h=1.0, k=1.0) == 0
-    assert run(manager, "B", b, h=2.0) == 0
-    assert manager.pool.lookup(0, hashes_of(b, BLOCK_SIZE)[0]) is not None
-    assert find(manager, b).num_tokens == 0, "the hit ends before the block without k"
-    prefix = admit(manager, "C", b)
-    assert prefix.num_tokens == 0
-    write(manager, "C", 0, 12, h=3.0, k=3.0)
-    manager.publish("C", hashes_of(b, BLOCK_SIZE), 12)
-    outputs = manager.gather_outputs("C", 12)
-    assert {name: rows.unique().tolist() for name, rows in outputs.items()} == {"h": [3], "k": [3]}
-    manager.free("C")
-    assert find(manager, b).num_tokens == 8, "the recomputed block is found"
-    check_integrity(manager)
 
 
 def test_can_finish_leaves_headroom():

@@ -94,33 +94,6 @@ class Pools:
         check_pool_integrity(self.swap.pool, self.swap.tables())
 
 
-def test_swapping_and_freeing_conserve_blocks_of_both_tables() -> None:
-    """Count blocks of both pools after allocate, swap out, swap in and free."""
-    pools = Pools(bart_like())
-    total = pools.free
-    assert total == (19, 11)
-    self_blocks, cross_blocks = 3, 2
-    seq_group_blocks = self_blocks + cross_blocks
-
-    assert pools.manager.allocate_slots("a", 10, encoder=encoder_of(7))
-    assert len(pools.manager.block_ids("a", SELF)) == self_blocks
-    assert len(pools.manager.block_ids("a", CROSS)) == cross_blocks
-    allocated = (total[0] - seq_group_blocks, total[1])
-    assert pools.free == allocated
-
-    assert pools.swap_out("a", 10)
-    assert pools.free == (allocated[0] + seq_group_blocks, allocated[1] - seq_group_blocks)
-    assert pools.swap.request_ids == {"a"} and not pools.manager.request_ids
-
-    assert pools.swap_in("a")
-    assert pools.free == allocated
-    assert pools.manager.request_ids == {"a"} and not pools.swap.request_ids
-
-    pools.manager.free("a")
-    assert pools.free == (allocated[0] + cross_blocks + self_blocks, allocated[1]) == total
-    pools.check()
-
-
 def test_swapping_out_keeps_shared_cross_attention_blocks() -> None:
     """On the host a request has its own copy; on the device the other request still uses them."""
     pools = Pools(bart_like())

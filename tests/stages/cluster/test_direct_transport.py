@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from stages.cluster.direct_transport import Offers, check_transport
+from stages.cluster.direct_transport import Offers
 from stages.remote.codec import INLINE_BYTES
 from tests.support.made_up_gpu import GpuTensor
 
@@ -50,9 +50,3 @@ def test_a_full_gpu_is_a_memory_error_of_the_request(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(GpuTensor, "clone", refuse)
     with pytest.raises(MemoryError, match="^no room on cuda for what is handed on: CUDA out of"):
         Offers("nixl").made_of(GpuTensor(_LITTLE))
-
-
-def test_a_gpu_only_transport_needs_a_gpu() -> None:
-    check_transport("cuda_ipc", has_gpus=True)
-    with pytest.raises(ValueError, match=r"^runtime\.tensor_transport: 'cuda_ipc' carries"):
-        check_transport("cuda_ipc", has_gpus=False)

@@ -14,11 +14,7 @@ from engine import FinishReason
 from stages import (
     StageOutput,
     TransformContext,
-    chunkable,
-    resolve_transform,
-    takes_chunks,
     talker_to_code2wav,
-    text_as_prompt,
     thinker_to_talker,
 )
 from stages.transforms.speech import csm_backbone_to_codec, qwen3_talker_to_code2wav
@@ -131,16 +127,3 @@ def test_an_unsuitable_source_is_refused() -> None:
     for transform in (thinker_to_talker, talker_to_code2wav):
         with pytest.raises(ValueError, match="takes one source, got 2: 'thinker', 'thinker'"):
             transform(TransformContext("r", "prompt", (short, short)))
-
-
-def test_only_marked_transforms_accept_chunks() -> None:
-    assert takes_chunks(resolve_transform("thinker_to_talker"))
-    assert takes_chunks(resolve_transform("talker_to_code2wav"))
-    assert not takes_chunks(text_as_prompt)
-
-    def own(context: TransformContext) -> str:
-        return "x"
-
-    assert not takes_chunks(own)
-    assert chunkable(own) is own
-    assert takes_chunks(own)
