@@ -21,7 +21,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from copy import copy, deepcopy
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -592,32 +591,32 @@ def _choose(
     random = [row for row, each in enumerate(states) if each.params.temperature]
     reported = [row for row, each in enumerate(states) if each.params.logprobs is not None]
     largest, chosen = adjusted.max(dim=-1)
-    is_enough: Tensor | None = None
+    is_enough = of_chosen = top_values = largest[:0]
+    top_ids, num_top = chosen[:0], 0
     if random:
         rows = _Rows.of(random, adjusted)
         asked = [states[row].params for row in random]
-        shaped, is_enough = _shape(rows.select(adjusted), asked, num_largest)
+        shaped, enough_kept = _shape(rows.select(adjusted), asked, num_largest)
+        is_enough = is_enough if enough_kept is None else enough_kept
         drawn = draw(shaped, [states[row].next_uniform() for row in random])
         # A row that is not finite fails below; its draw may lie beyond the vocabulary.
         chosen = rows.replace(chosen, drawn.clamp(max=adjusted.shape[1] - 1))
-    # Float64 holds ids and float32 exactly: cat promotes all parts to the first one's type.
-    parts = [chosen.double(), largest]
-    parts += [] if is_enough is None else [is_enough.squeeze(1)]
-    num_top = 0
     if reported:
         rows = _Rows.of(reported, logits)
         of_all = torch.log_softmax(rows.select(logits).float(), dim=-1)
         num_top = min(max(states[row].params.logprobs or 0 for row in reported), logits.shape[1])
-        top = of_all.topk(num_top, dim=-1)
+        top_values, top_ids = of_all.topk(num_top, dim=-1)
         of_chosen = of_all.gather(1, rows.select(chosen)[:, None])
-        parts += [of_chosen.flatten(), top.indices.flatten(), top.values.flatten()]
-    read = iter(torch.cat(parts).tolist())
-    sizes = [len(states)] * 2 + [0 if is_enough is None else len(random)]
-    sizes += [len(reported), len(reported) * num_top, len(reported) * num_top]
-    ids, best, enough, values, top_ids, top_values = (list(islice(read, size)) for size in sizes)
+    # Float64 holds ids and float32 exactly: cat promotes all parts to the first one's type.
+    parts = [
+        *(chosen.double(), largest, is_enough.flatten()),
+        *(of_chosen.flatten(), top_ids.flatten(), top_values.flatten()),
+    ]
+    read = torch.cat(parts).cpu().split([len(part) for part in parts])
+    ids, best, enough, values, top_ids, top_values = [part.tolist() for part in read]
     if not all(enough):
         return _choose(logits, adjusted, states, logits.shape[1])
-    token_ids = [int(each) for each in ids]
+    token_ids = list(map(int, ids))
     # The maximum of a row is NaN as soon as one of its values is.
     errors = [
         None if math.isfinite(value) else _row_error(row, value, states[row].grammar)
