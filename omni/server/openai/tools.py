@@ -286,7 +286,7 @@ class ToolCallParser:
                 self._held = self._held.lstrip()
                 self._follows_call = not self._held
             before, tag, rest = self._held.partition(_OPEN)
-            whole = _INSIDE.match(rest)
+            whole = _INSIDE.match(rest) if _CLOSE in rest else None
             if not tag or not (whole or is_last):
                 break
             inside, end, after = rest.partition(_CLOSE)
