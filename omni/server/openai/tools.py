@@ -231,7 +231,7 @@ class ToolCallParser:
         key = rf"""\{{\s*"(name"\s*:\s*"({any_name})"|arguments"|parameters"|type"|id")"""
         python, named = rf"\[\s*({any_name})\(", rf"({any_name})(\[ARGS\])?\{{"
         beginnings: dict[ToolFormat, Sequence[str]] = {
-            "hermes": (),
+            "hermes": ("(?!)",),  # nothing: calls have tags
             "llama3_json": (key, r"<\|python_tag\|>"),
             "mistral": (r"\[TOOL_CALLS\]", rf"\[\s*{key}", named),
             "pythonic": (python,),

@@ -111,7 +111,13 @@ def test_a_text_is_held_back_only_while_it_may_be_a_call(begin: str, is_call: bo
     assert parser.feed(begin, is_last=False) == ("" if is_call else begin, [])
 
 
-def test_words_are_returned_at_once() -> None:
+@pytest.mark.parametrize("form", ["auto", "hermes", "llama3_json", "mistral", "pythonic"])
+def test_words_are_returned_at_once(form: str) -> None:
+    parser = ToolCallParser(NAMES, form, is_required=False, max_calls=None)
+    assert parser.feed("Hel", is_last=False) == ("Hel", [])
+
+
+def test_words_before_a_tag_are_returned_at_once() -> None:
     parser = ToolCallParser(NAMES, "auto", is_required=False, max_calls=None)
     assert parser.feed("Hel", is_last=False) == ("Hel", [])
     assert parser.feed("lo <too", is_last=False) == ("lo", [])
