@@ -303,7 +303,9 @@ class SyntheticSource:
 
     def probe(self, num_words: int) -> Send:
         """Prepare a request of ``num_words`` words and one answer token, to count prompt tokens."""
-        text = synthetic_text(num_words, self._flags.seed, "probe", num_words)
+        # Repeated words, so that only their number differs from one probe to the other.
+        some = synthetic_text(_PROBE_WORDS[0], self._flags.seed, "probe")
+        text = " ".join([some] * (num_words // _PROBE_WORDS[0]))
         sampling = {**self._flags.sampling, "max_tokens": 1} if self._flags.is_text else {}
         prompt = [{"role": "user", "content": text}] if self._is_chat else text
         return self._prepare(prompt, sampling)

@@ -71,7 +71,7 @@ def test_an_abort_frees_all_stages_and_leaves_the_others(turns: int) -> None:
 
 
 @everywhere
-def test_a_stage_that_ends_early_lets_its_source_finish() -> None:
+def test_a_stage_that_ends_early_lets_its_source_finish(anywhere: Anywhere) -> None:
     """The talker stops by its length; later chunks are dropped, the text is complete."""
     limited = {"limit": 3, "steps_per_token": 4, "max_pending": 1}
     stages = speech_stages((1, 1), talker=limited)
@@ -79,7 +79,8 @@ def test_a_stage_that_ends_early_lets_its_source_finish() -> None:
     expected = run(speech_stages((None, None), talker=limited), {"x": PROMPTS["z"]})["x"]
     assert last.error is None
     assert text_and_sound(last) == text_and_sound(expected)
-    assert stages[0].pauses > 0
+    # In a process of its own, the source may end before its pause arrives.
+    assert stages[0].pauses > 0 or anywhere.kind != "inline"
     assert len(stages[1].received["x"]) < len(PROMPTS["z"])
 
 
