@@ -259,9 +259,6 @@ def test_a_checkpoint_without_processors_still_runs_text(checkpoint: str, tmp_pa
 
 def test_unsupported_modalities_are_refused(seeded: Callable[[str], str]) -> None:
     sound = TokensPrompt((5, 6), {"audio": [tone(0.25)]})
-    text = LLMEngine(EngineConfig(model=seeded("qwen2"), num_blocks=16, max_model_len=32))
-    with pytest.raises(ValueError, match="shows 1 audio items in multi_modal_data, but this model"):
-        text.generate(sound, GREEDY)
     deaf = LLMEngine(EngineConfig(model=seeded("qwen2_5_vl"), num_blocks=16, max_model_len=32))
     with pytest.raises(ValueError, match="has 'audio'; what can be shown is 'image', 'video'$"):
         deaf.generate(sound, GREEDY)
