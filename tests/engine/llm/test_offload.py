@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from engine import EncoderEngine, EngineConfig, LLMEngine, RequestOutput, TokensPrompt
 from engine.interface.sampling_params import SamplingParams
+from tests.support.patience import PATIENCE_S
 
 PROMPT = TokensPrompt(tuple(range(20, 84)))
 PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
@@ -93,6 +95,40 @@ def test_a_reset_forgets_what_is_on_disk(seeded: Callable[[str], str], tmp_path:
     assert ask(engine).num_cached_tokens == 0
     assert ask(engine).num_cached_tokens == 60
     engine.close()
+
+
+def test_a_folder_that_vanishes_costs_hits_only(
+    seeded: Callable[[str], str], tmp_path: Path
+) -> None:
+    plain = run_once(seeded("qwen2"), None)
+    engine = LLMEngine(config_of(seeded("qwen2"), tmp_path / "blocks"))
+    ask(engine)
+    assert engine._offloaded is not None and engine._offloaded.disk is not None
+    engine._offloaded.disk.flush(PATIENCE_S)
+    shutil.rmtree(tmp_path / "blocks")
+    engine._kv.reset_prefix_cache()
+    assert_equal(plain, ask(engine))
+    engine._kv.reset_prefix_cache()
+    assert ask(engine).num_cached_tokens == 60  # written once more
+    engine.close()
+
+
+def test_a_full_disk_costs_hits_only(
+    seeded: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(source: str, target: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    plain = run_once(seeded("qwen2"), None)
+    monkeypatch.setattr(os, "replace", full)
+    engine = LLMEngine(config_of(seeded("qwen2"), tmp_path))
+    for _ in range(2):
+        assert_equal(plain, ask(engine))
+        engine._kv.reset_prefix_cache()
+    stats = engine.stats().offload
+    engine.close()
+    assert stats is not None and stats.stored
+    assert not list(tmp_path.rglob("*.block"))
 
 
 RUNNER = """
