@@ -46,7 +46,7 @@ def upload(
     else:
         there = place(end).copy_(packed, non_blocking=True)
     return {
-        name: there[places[name]].view(_torch_dtype(array.dtype)).view(array.shape)
+        name: there[places[name]].view(torch.from_numpy(array).dtype).view(array.shape)
         for name, array in arrays.items()
     }
 
@@ -56,11 +56,6 @@ def upload_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-@cache
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def total(tensors: Iterable[Tensor]) -> Tensor:
