@@ -451,7 +451,6 @@ class RequestGroup:
 
     request_id: str
     completions: tuple[CompletionState, ...]
-    has_prompt_ids: bool
     error: str | None = None
     finished: bool = False
     _prompt_ids: tuple[int, ...] = ()
@@ -460,11 +459,7 @@ class RequestGroup:
     @classmethod
     def of(cls, request_id: str, requests: Sequence[Request]) -> RequestGroup:
         """Group the sequences that :class:`InputProcessor` created for one request."""
-        return cls(
-            request_id,
-            tuple(map(CompletionState.of, requests)),
-            has_prompt_ids=requests[0].prompt_embeds is None,
-        )
+        return cls(request_id, tuple(map(CompletionState.of, requests)))
 
     def finish(self, request: Request, reason: FinishReason, tensors: Mapping[str, Tensor]) -> None:
         """Record the end of one completion."""
@@ -534,7 +529,7 @@ class RequestGroup:
         )
 
     def _prompt_token_ids(self, first: Request) -> tuple[int, ...]:
-        if self.has_prompt_ids and len(self._prompt_ids) != first.num_prompt_tokens:
+        if first.prompt_embeds is None and len(self._prompt_ids) != first.num_prompt_tokens:
             self._prompt_ids = tuple(first.token_ids[: first.num_prompt_tokens])
         return self._prompt_ids
 
