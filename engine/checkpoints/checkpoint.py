@@ -200,8 +200,8 @@ class Checkpoint:
 
     def scheme_of(self, name: str) -> QuantizationScheme | None:
         """Return the storage scheme of a matrix from header or config; None for plain weights."""
-        if self.gguf is not None:
-            return GGUFWeights(self.gguf).scheme_of(name)
+        if isinstance(self._all_weights, GGUFWeights):
+            return self._all_weights.scheme_of(name)
         packed = self.packed if ".layers." in name else None  # other weights are published plain
         return None if packed is None else QuantizationScheme(packed.bits, packed.group_size)
 
