@@ -204,7 +204,7 @@ class VideoFeatureMaker(FeatureMaker):
         check_dense("pixel_values_videos", pixels)
         if not pixels.isfinite().all():
             raise ValueError("pixel_values_videos holds NaN or infinite values")
-        grid = _integers("video_grid_thw", item.video_grid_thw)
+        grid = _read_grid(item.video_grid_thw)
         try:
             seconds = float(item.second_per_grid)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -287,15 +287,15 @@ class VideoFeatureMaker(FeatureMaker):
         return whole.flatten(2).flatten(0, 1), grid
 
 
-def _integers(name: str, values: object) -> Tensor:
+def _read_grid(values: object) -> Tensor:
     """Convert integers of any form to int64 on the CPU; ``ValueError`` for other values."""
     try:
         tensor = torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{name} must be integers: {error}") from error
+        raise ValueError(f"video_grid_thw must be integers: {error}") from error
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
-        raise ValueError(f"{name} must be integers, got {tensor.dtype}")
-    check_dense(name, tensor)
+        raise ValueError(f"video_grid_thw must be integers, got {tensor.dtype}")
+    check_dense("video_grid_thw", tensor)
     return tensor.to("cpu", torch.int64)
 
 
