@@ -71,7 +71,7 @@ class GenerationParams(Settings):
         window: windows of speech that arrives in chunks.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(allow_inf_nan=False)
 
     num_steps: int = Field(default=10, ge=2)
     guidance_scale: float = Field(default=0.5, ge=0.0)
