@@ -168,7 +168,7 @@ def _lay_out_tile(
     """Lay out the tile of positions ``start`` to ``end``, whose first visible key is ``first``.
 
     Args:
-        to_row: offset from a position to a token of the step.
+        row_offset: offset from a position to a token of the step.
         first_key: position of the request's first key.
     """
     queries, ends = slice(row_offset + start, row_offset + end), metadata.visible_ends
