@@ -262,7 +262,8 @@ class InputProcessor:
         return params.model_copy(update={"suppress_token_ids": both})
 
     def _only_generable(self, *token_ids: int) -> tuple[int, ...]:
-        return tuple(each for each in token_ids if 0 <= each < self._num_choices)
+        """Return the distinct ids that can be generated, in order."""
+        return tuple(each for each in dict.fromkeys(token_ids) if 0 <= each < self._num_choices)
 
     @property
     def _num_choices(self) -> int:

@@ -158,6 +158,23 @@ def test_ids_suppressed_by_the_checkpoint_and_by_the_user_are_masked(
     assert set(state.masked_ids.tolist()) == always
 
 
+def test_suppressed_ids_that_two_configs_name_are_reported_once(whisper: Family) -> None:
+    generation = whisper.checkpoint.generation_config
+    assert generation is not None
+    reported = InputProcessor(
+        whisper.tokenizer,
+        whisper.inputs,
+        FitCheck(limits(1000)),
+        eos_token_ids=[2],
+        seed=0,
+        generation=vars(generation),
+    ).checkpoint_token_ids
+    suppressed = f"{generation.suppress_tokens} (generation_config.json)"
+    assert reported["suppress_token_ids"] == suppressed
+    begin = f"{generation.begin_suppress_tokens} (generation_config.json)"
+    assert reported["begin_suppress_token_ids"] == begin
+
+
 def hashes(request: Any) -> list[bytes]:
     request.extend_hashes(BLOCK_SIZE)
     assert request.block_hashes
