@@ -325,11 +325,9 @@ def ssd_scan(rows: Rows, states: Tensor, chunks: Chunks) -> tuple[Tensor, Tensor
     sums = a.double().cumsum(-1)
 
     to_each = (sums[..., :, None] - sums[..., None, :]).float()
-    size = chunks.size
-    future = torch.ones(size, size, dtype=torch.bool, device=x.device).triu_(1)
     weights = to_each.exp_().mul_((c @ b.transpose(-1, -2)).unsqueeze(2))
     # Mask last, so that no later token, even a NaN, affects an earlier one.
-    y = weighted(weights.masked_fill_(future, 0.0), x)
+    y = weighted(weights.tril_(), x)
 
     to_end = torch.exp((sums[..., -1:] - sums).float())
     updates = (x * to_end[..., None]).transpose(-1, -2) @ b.unsqueeze(2)
