@@ -83,9 +83,8 @@ def _render(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Answer jobs until the input ends."""
-    if hasattr(signal, "SIGINT"):
-        # The requesting process handles the terminal's interrupt.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The requesting process handles the terminal's interrupt.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     tokenizer: Any = None
     for line in sys.stdin.buffer:
         job = json.loads(line)
