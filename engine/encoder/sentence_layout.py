@@ -66,8 +66,7 @@ def pool(pooling: Pooling, rows: Tensor, pooler: nn.Module | None) -> Tensor:
         ValueError: the result is not finite.
     """
     if pooling == "pooler":
-        if pooler is None:
-            raise ValueError("pooling 'pooler' was not resolved: there is no pooler")
+        assert pooler is not None
         device = next(pooler.parameters()).device
         with on_device(device):
             pooled: Tensor = pooler(rows[None].to(device))[0].cpu()

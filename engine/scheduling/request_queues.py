@@ -220,8 +220,7 @@ class EncoderCacheManager:
 
     @property
     def _rows(self) -> WholeInputCache:
-        if self._kv.item_rows is None:
-            raise ValueError("the KV cache has no pages for rows of items")
+        assert self._kv.item_rows is not None
         return self._kv.item_rows
 
     def _nbytes(self, item: MultiModalInput) -> int:
@@ -449,8 +448,7 @@ class WaitingQueue:
     def _split(self, branch: _Branch, depth: int) -> _Branch:
         """Insert a new branch of this depth between a branch and its parent."""
         parent = branch.parent
-        if parent is None:
-            raise ValueError("the root has no parent")
+        assert parent is not None
         new = _Branch(parent, branch.hashes, depth)
         self._replace(parent, branch, new)
         self._attach(branch, new)
