@@ -60,7 +60,7 @@ from engine.media.video_file import (
     read_frames,
     read_soundtrack,
 )
-from engine.requests.encoder_input import Modality, MultiModalInput, PromptPositions, item_spans
+from engine.requests.encoder_input import Modality, MultiModalInput, PromptPositions
 from prefix_cache import ContentSpan
 
 
@@ -640,7 +640,8 @@ class MultiModalPromptProcessor(PlainPromptProcessor):
         table = self._model.position_ids(expanded, inputs)
         return PromptContent(
             expanded,
-            item_spans(inputs),
+            # Each once: pieces of a video with audio share one span.
+            tuple(dict.fromkeys(entry.span for entry in inputs)),
             multimodal_inputs=tuple(inputs),
             positions=None if table is None else PromptPositions.of(table),
         )

@@ -170,12 +170,6 @@ def position_spans(positions: PromptPositions, block_size: int) -> tuple[Content
     )
 
 
-def item_spans(items: Sequence[MultiModalInput]) -> tuple[ContentSpan, ...]:
-    """Return the spans that distinguish placeholders of different items."""
-    # Pieces of a video with audio share one span.
-    return tuple(dict.fromkeys(item.span for item in items))
-
-
 def encoder_spans(encoder_input: EncoderInput) -> tuple[ContentSpan, ...]:
     """Return the span that makes the decoder's block hashes depend on the encoder's input.
 
