@@ -41,7 +41,7 @@ from engine.models.model_loader import (
     open_configured,
 )
 from engine.native import load_kernels
-from engine.requests.request import RequestGroup, RequestStatus
+from engine.requests.request import CompletionState, RequestGroup, RequestStatus
 from engine.resources.device import keep_freed_memory, resolve_device, resolve_dtype
 from engine.resources.memory_plan import MemoryPlan, ModelNeeds, plan_memory, step_bytes
 from engine.scheduling.request_queues import EncoderCacheManager
@@ -539,7 +539,8 @@ class LLMEngine(Engine[RequestOutput]):
         """Prepare text, chat messages, token ids, embeddings, or (a first chunk of) speech."""
         if "\x00" in new.request_id:
             raise ValueError("a request_id must not contain a NUL character")
-        return RequestGroup.of(new.request_id, self._inputs.process(new))
+        completions = map(CompletionState.of, self._inputs.process(new))
+        return RequestGroup(new.request_id, tuple(completions))
 
     def _add(self, content: RequestGroup) -> None:
         try:

@@ -456,11 +456,6 @@ class RequestGroup:
     _prompt_ids: tuple[int, ...] = ()
     _num_preemptions: int = -1
 
-    @classmethod
-    def of(cls, request_id: str, requests: Sequence[Request]) -> RequestGroup:
-        """Group the sequences that :class:`InputProcessor` created for one request."""
-        return cls(request_id, tuple(map(CompletionState.of, requests)))
-
     def finish(self, request: Request, reason: FinishReason, tensors: Mapping[str, Tensor]) -> None:
         """Record the end of one completion."""
         completion = self.completion_of(request)
